@@ -1,0 +1,1 @@
+"""HTTP over the orchestrator: bytes to checked values, values to bytes, errors to statuses. No sandbox logic here."""
