@@ -74,7 +74,8 @@ def set_dotted(data: dict[str, Any], assignment: str) -> None:
 
 def to_plain(config: Any) -> dict[str, Any]:
     """A dataclass as plain JSON-able data (tuples become lists, paths strings)."""
-    return cast("dict[str, Any]", TypeAdapter(type(config)).dump_python(config, mode="json"))
+    adapter: TypeAdapter[Any] = TypeAdapter(cast("type[Any]", type(config)))
+    return cast("dict[str, Any]", adapter.dump_python(config, mode="json"))
 
 
 def require(condition: bool, *, field: str, value: object, expected: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ def digest_json(value: Any) -> str:
     return digest_bytes(canonical_json(value))
 
 
-def digest_mapping(digests: Mapping[str, str] | Iterable[tuple[str, str]]) -> str:
+def digest_mapping(digests: Mapping[str, str]) -> str:
     """One digest for a set of named digests, independent of their order."""
-    items = digests.items() if isinstance(digests, Mapping) else digests
-    return digest_json(sorted(items))
+    return digest_json(sorted(digests.items()))

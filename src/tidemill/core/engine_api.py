@@ -1,20 +1,20 @@
 """What crosses the border of the engine: messages, and the client protocol through which agents and trainers see it.
 
-Messages are plain dataclasses of ints, floats, strings, tuples and bytes, so that an embedded engine, a spawned engine and
-a remote one are the same to their callers. No torch here.
+Messages are plain dataclasses of ints, floats, strings, tuples and bytes, so that an embedded, a spawned and a remote
+engine are the same to their callers. No torch here.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any, Protocol
 
 from tidemill.core.manifest import AdapterManifest
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why generation ended."""
 
     STOP = "stop"
@@ -70,7 +70,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """One sampled token. `logprob` is the behaviour log-prob (after temperature and filters); `model_logprob` the raw one."""
+    """One sampled token. `logprob` is the behaviour log-prob (after temperature and filters), `model_logprob` raw."""
 
     request_id: str
     token_id: int

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write beside `path`, fsync, rename over it, fsync the folder. On any error the old file stays and no part remains."""
+    """Write beside `path`, fsync, rename over it, fsync the folder. On any error the old file stays whole."""
     tmp = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with tmp.open("wb") as f:

@@ -1,6 +1,6 @@
 """Start processes and be sure to end them. The only place in which a room starts a process.
 
-A child gets its own session (so a terminal's Ctrl-C reaches only us and we decide), dies with its parent unless detached
+A child gets its own session (so a terminal's Ctrl-C reaches only us and we decide), dies with its parent
 (Linux PR_SET_PDEATHSIG), and is written to a ledger file before it runs, so that what a killed run left behind can be
 found again by (pid, start time) and by no other process that later got the same pid.
 """
@@ -80,7 +80,7 @@ class LocalLauncher:
 
     def start(self, name: str, argv: Sequence[str], *, env: Mapping[str, str] | None = None,
               log: Path | None = None) -> LocalProcess:
-        """Start `argv`. stdout and stderr go to `log` (appended) or are discarded. Raises SetupError if it is missing."""
+        """Start `argv`; stdout and stderr go to `log` (appended) or are discarded. SetupError if it is missing."""
         out: IO[bytes] | int = log.open("ab") if log else subprocess.DEVNULL
         try:
             popen = subprocess.Popen(
@@ -106,11 +106,11 @@ class LocalLauncher:
 
 def leftovers(ledger: Path) -> list[tuple[str, int]]:
     """(name, pid) of processes in the ledger that still run: same pid and same start time."""
-    found: list[tuple[str, int]] = []
-    for row in read_jsonl(ledger):
-        if row["start"] is not None and start_time(row["pid"]) == row["start"]:
-            found.append((str(row["name"]), int(row["pid"])))
-    return found
+    return [
+        (str(row["name"]), int(row["pid"]))
+        for row in read_jsonl(ledger)
+        if row["start"] is not None and start_time(row["pid"]) == row["start"]
+    ]
 
 
 def end_leftovers(ledger: Path, *, grace_s: float = 2.0) -> list[str]:

@@ -60,7 +60,7 @@ class AdapterManifest:
     def check_names(self) -> None:
         """Raise ManifestError if there is no tensor or a name appears twice."""
         if not self.tensors:
-            raise ManifestError(f"adapter manifest v{self.version} lists no tensors: an empty export is never a valid sync")
+            raise ManifestError(f"adapter manifest v{self.version} lists no tensors: an empty export is not a sync")
         names = [t.name for t in self.tensors]
         if len(set(names)) != len(names):
             twice = sorted({n for n in names if names.count(n) > 1})
@@ -91,7 +91,7 @@ class AdapterManifest:
             raw = dict(data)
             count, total = raw.pop("count"), raw.pop("total_bytes")
             entries = cast("list[dict[str, Any]]", raw.pop("tensors"))
-            tensors = tuple(TensorEntry(**(e | {"shape": tuple(e["shape"])})) for e in entries)
+            tensors = tuple(_entry(e) for e in entries)
             manifest = cls(**raw, tensors=tensors)
         except (KeyError, TypeError) as e:
             raise ManifestError(f"adapter manifest is malformed: {e}") from e
@@ -101,3 +101,9 @@ class AdapterManifest:
         if (count, total) != (manifest.count, manifest.total_bytes):
             raise ManifestError(f"adapter manifest v{manifest.version}: count or total_bytes do not match its list")
         return manifest
+
+
+def _entry(row: dict[str, Any]) -> TensorEntry:
+    fields = dict(row)
+    fields["shape"] = tuple(fields["shape"])
+    return TensorEntry(**fields)

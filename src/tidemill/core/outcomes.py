@@ -3,10 +3,10 @@ never a reward of zero."""
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 
-class Outcome(str, Enum):
+class Outcome(StrEnum):
     """Outcome of one episode."""
 
     OK = "ok"

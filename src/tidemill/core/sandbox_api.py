@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Protocol
 
 
-class SandboxState(str, Enum):
+class SandboxState(StrEnum):
     """Life of a sandbox. Legal moves stand in tidemill.sandbox.lifecycle."""
 
     CREATING = "creating"
@@ -84,7 +84,7 @@ class LiveSession(Protocol):
     def kind(self) -> str: ...
 
     async def run(self, code: str, *, timeout_s: float = 10.0, max_output_bytes: int = 65_536) -> ExecResult:
-        """Run code in the session and wait. After a deadline the session is gone and the next run raises NotFoundError."""
+        """Run code and wait. After a passed deadline the session is gone: the next run raises NotFoundError."""
         ...
 
     async def close(self) -> None:
@@ -100,8 +100,10 @@ class Sandbox(Protocol):
 
     async def info(self) -> SandboxInfo: ...
 
-    async def exec(self, argv: Sequence[str], *, stdin: bytes = b"", env: Mapping[str, str] | None = None, cwd: str = "",
-                   user: str = "user", timeout_s: float = 30.0, max_output_bytes: int = 1 << 20) -> ExecResult:
+    async def exec(
+        self, argv: Sequence[str], *, stdin: bytes = b"", env: Mapping[str, str] | None = None, cwd: str = "",
+        user: str = "user", timeout_s: float = 30.0, max_output_bytes: int = 1 << 20,
+    ) -> ExecResult:
         """Run one command to its end, deadline or output limit (excess is drained and dropped)."""
         ...
 
