@@ -1,0 +1,5 @@
+"""Short causal depthwise convolution."""
+
+from tidemill.kernels.conv.ref import WIDTH, short_conv, short_conv_train
+
+__all__ = ["WIDTH", "short_conv", "short_conv_train"]
