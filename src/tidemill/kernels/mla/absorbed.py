@@ -10,10 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.core.errors import InputError
-from tidemill.kernels.linear import MIN_COLUMNS, pad_rows
+from tidemill.kernels.linear import MIN_COLUMNS, ROW_TILE, pad_rows
 
 PAGE = 64
 """Tokens per page; page j of a sequence holds its absolute positions 64 j .. 64 j + 63."""
@@ -82,6 +83,9 @@ def absorbed(
         return out
     q = torch.cat([q_lat.float(), q_pe.float()], dim=-1).mul_(scale)
     keys = pages.index_select(0, plan.pages).float()
+    if odd := -q.shape[-1] % ROW_TILE:
+        # Inner widths that are no multiple of 4 take batch-dependent kernels; zeros add nothing to a score.
+        q, keys = F.pad(q, (0, odd)), F.pad(keys, (0, odd))
     scores = torch.bmm(q.index_select(0, plan.rows), keys.transpose(1, 2))
     if plan.hidden is not None:
         scores.masked_fill_(plan.hidden.unsqueeze(1), -torch.inf)
@@ -120,6 +124,6 @@ def head_matmul(x: Tensor, w: Tensor) -> Tensor:
     """
     rows, columns = x.shape[0], w.shape[-1]
     if columns < MIN_COLUMNS:
-        w = torch.nn.functional.pad(w, (0, MIN_COLUMNS - columns))
+        w = F.pad(w, (0, MIN_COLUMNS - columns))
     y = torch.bmm(pad_rows(x).transpose(0, 1).contiguous(), w)
     return y[:, :rows, :columns].transpose(0, 1).contiguous()
