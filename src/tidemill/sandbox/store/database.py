@@ -164,16 +164,18 @@ class Store:
 
     # ---- sessions
 
-    def add_session(self, row: SessionRow) -> None:
-        """Remember a live session."""
+    def add_sessions(self, rows: Iterable[SessionRow]) -> None:
+        """Remember live sessions."""
         with self._transaction():
-            self._db.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?)",
-                             (row.session_id, row.sandbox_id, row.kind, json.dumps(dict(row.record)), row.opened_at))
+            self._db.executemany(
+                "INSERT INTO sessions VALUES (?, ?, ?, ?, ?)",
+                [(r.sandbox_id, r.session_id, r.kind, json.dumps(dict(r.record)), r.opened_at) for r in rows])
 
-    def drop_sessions(self, session_ids: Iterable[str]) -> None:
-        """Forget sessions; unknown ids are ignored."""
+    def drop_sessions(self, sandbox_id: str, session_ids: Iterable[str]) -> None:
+        """Forget sessions of one sandbox; unknown ids are ignored."""
         with self._transaction():
-            self._db.executemany("DELETE FROM sessions WHERE session_id = ?", [(s,) for s in session_ids])
+            self._db.executemany("DELETE FROM sessions WHERE sandbox_id = ? AND session_id = ?",
+                                 [(sandbox_id, s) for s in session_ids])
 
     def sessions(self, sandbox_id: str) -> list[SessionRow]:
         """Sessions of one sandbox, oldest first."""

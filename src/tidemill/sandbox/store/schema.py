@@ -47,13 +47,13 @@ MIGRATIONS: tuple[str, ...] = (
     CREATE INDEX sandboxes_by_lease ON sandboxes (lease);
     CREATE INDEX sandboxes_alive ON sandboxes (state) WHERE state <> 'dead';
     CREATE TABLE sessions (
-        session_id TEXT PRIMARY KEY,
         sandbox_id TEXT NOT NULL REFERENCES sandboxes (sandbox_id) ON DELETE CASCADE,
+        session_id TEXT NOT NULL,
         kind       TEXT NOT NULL,
         record     TEXT NOT NULL,
-        opened_at  REAL NOT NULL
-    );
-    CREATE INDEX sessions_by_sandbox ON sessions (sandbox_id);
+        opened_at  REAL NOT NULL,
+        PRIMARY KEY (sandbox_id, session_id)
+    ) WITHOUT ROWID;
     CREATE TABLE operations (
         operation_id INTEGER PRIMARY KEY AUTOINCREMENT,
         sandbox_id   TEXT NOT NULL,
