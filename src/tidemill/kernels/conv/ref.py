@@ -6,8 +6,6 @@ convolves whole sequences as shifted multiply-adds and is differentiable.
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.kernels.pointwise import silu
@@ -23,20 +21,3 @@ def short_conv(taps: Tensor, w: Tensor) -> Tensor:
     """
     p = taps.float() * w.reshape(-1, WIDTH).t()
     return silu((p[:, 0] + p[:, 1]).add_(p[:, 2]).add_(p[:, 3])).to(taps.dtype)
-
-
-def short_conv_train(x: Tensor, w: Tensor, state: Tensor | None = None) -> Tensor:
-    """The same over sequences: x[B, T, C] -> [B, T, C], differentiable in x, w and state.
-
-    state[B, 3, C] holds the three inputs before x (None: zeros). fp32 inside, one cast to x's dtype.
-    """
-    batch, length, channels = x.shape
-    w = w.reshape(-1, WIDTH)
-    if state is None:
-        padded = F.pad(x.float(), (0, 0, WIDTH - 1, 0))
-    else:
-        padded = torch.cat([state.reshape(batch, WIDTH - 1, channels).float(), x.float()], dim=1)
-    y = padded[:, :length] * w[:, 0]
-    for j in range(1, WIDTH):
-        y = torch.addcmul(y, padded[:, j : j + length], w[:, j])
-    return F.silu(y).to(x.dtype)

@@ -1,7 +1,21 @@
 """Mixture of experts: routing, dispatch, experts, balancing."""
 
+from tidemill.kernels.moe.balance import NUM_BINS, BiasHistogram, required_bias
 from tidemill.kernels.moe.dispatch import Dispatch, plan_dispatch
 from tidemill.kernels.moe.experts import ExpertLora, SituAct, experts
 from tidemill.kernels.moe.routing import route, route_train
+from tidemill.kernels.moe.train import experts_train
 
-__all__ = ["Dispatch", "ExpertLora", "SituAct", "experts", "plan_dispatch", "route", "route_train"]
+__all__ = [
+    "NUM_BINS",
+    "BiasHistogram",
+    "Dispatch",
+    "ExpertLora",
+    "SituAct",
+    "experts",
+    "experts_train",
+    "plan_dispatch",
+    "required_bias",
+    "route",
+    "route_train",
+]

@@ -1,0 +1,60 @@
+"""The short convolution over whole sequences as shifted multiply-adds, with its gradient written out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+WIDTH = 4
+
+
+class _ShortConv(torch.autograd.Function):
+    """padded[B, T + 3, C] (wide), w[C, 4] -> silu(conv)[B, T, C]."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, w: Tensor) -> Tensor:
+        y = _convolve(padded, w)
+        ctx.save_for_backward(padded, w, y)
+        return F.silu(y)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        padded, w, y = ctx.saved_tensors
+        sig = torch.sigmoid(y)
+        dy = torch.addcmul(sig, y * sig, 1.0 - sig).mul_(grad_outputs[0])
+        length = y.shape[1]
+        dw = None
+        if ctx.needs_input_grad[1]:
+            dw = torch.stack([(dy * padded[:, j : j + length]).sum((0, 1)) for j in range(WIDTH)], dim=1)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.zeros_like(padded)
+            for j in range(WIDTH):
+                dx[:, j : j + length].addcmul_(dy, w[:, j])
+        return dx, dw
+
+
+def _convolve(padded: Tensor, w: Tensor) -> Tensor:
+    length = padded.shape[1] - WIDTH + 1
+    y = padded[:, :length] * w[:, 0]
+    for j in range(1, WIDTH):
+        y.addcmul_(padded[:, j : j + length], w[:, j])
+    return y
+
+
+def short_conv_train(x: Tensor, w: Tensor, state: Tensor | None = None) -> Tensor:
+    """silu of the causal width-4 convolution of x[B, T, C] -> [B, T, C] in x's dtype; differentiable in x, w and
+    state.
+
+    w[C, 4] or [C, 1, 4]; state[B, 3, C] holds the three inputs before x (None: zeros). fp32 inside (fp64 for fp64).
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    xf = x.to(wide)
+    if state is None:
+        padded = F.pad(xf, (0, 0, WIDTH - 1, 0))
+    else:
+        padded = torch.cat([state.to(wide), xf], dim=1)
+    return _ShortConv.apply(padded, w.reshape(-1, WIDTH).to(wide)).to(x.dtype)

@@ -1,0 +1,43 @@
+"""The decay gate for training, with its gradient written out so that only z is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class _BoundedGate(torch.autograd.Function):
+    """z[..., H, D], rate[H], bias[H, D] -> bound · sigmoid(rate (z + bias))."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, rate: Tensor, bias: Tensor, bound: float) -> Tensor:
+        g = torch.sigmoid((z + bias).mul_(rate.unsqueeze(-1))).mul_(bound)
+        ctx.save_for_backward(z, rate, bias, g)
+        ctx.bound = bound
+        return g
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        z, rate, bias, g = ctx.saved_tensors
+        # d sigmoid = s (1 − s) with s = g / bound.
+        inner = torch.addcmul(g, g, g, value=-1.0 / ctx.bound).mul_(grad_outputs[0])
+        drate = None
+        if ctx.needs_input_grad[1]:
+            drate = (inner * (z + bias)).flatten(0, -3).sum((0, 2))
+        dz = inner.mul_(rate.unsqueeze(-1))
+        return dz, drate, dz.flatten(0, -3).sum(0) if ctx.needs_input_grad[2] else None, None
+
+
+def gate_train(z: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
+    """`gate` for training: z[..., H, D] -> g[..., H, D] in fp32 (fp64 for fp64), differentiable in z, A_log and
+    dt_bias."""
+    heads, dim = z.shape[-2:]
+    wide = torch.promote_types(z.dtype, torch.float32)
+    rate = A_log.flatten()[:heads].to(wide).exp()
+    bias = dt_bias.view(heads, dim).to(wide)
+    if lower_bound is None:
+        return -rate.unsqueeze(-1) * F.softplus(z.to(wide) + bias)
+    return _BoundedGate.apply(z.to(wide), rate, bias, lower_bound)
