@@ -9,21 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+from tidemill.kernels.pointwise import wide
 
 
 class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, eps: float, *sources: Tensor) -> Tensor:
-        wide = [_wide(v) for v in sources]
-        rstd = torch.stack([torch.linalg.vecdot(v, v) for v in wide], -1)
+        values = [wide(v) for v in sources]
+        rstd = torch.stack([torch.linalg.vecdot(v, v) for v in values], -1)
         rstd = rstd.div_(query.shape[0]).add_(eps).rsqrt_()
-        dots = torch.stack([v @ query for v in wide], -1)
+        dots = torch.stack([v @ query for v in values], -1)
         weights = (dots * rstd).softmax(-1)
-        out = wide[0] * weights[..., 0:1]
-        for i, v in enumerate(wide[1:], 1):
+        out = values[0] * weights[..., 0:1]
+        for i, v in enumerate(values[1:], 1):
             out.addcmul_(v, weights[..., i : i + 1])
         ctx.save_for_backward(query, rstd, dots, weights, *sources)
         return out.to(sources[0].dtype)
@@ -31,15 +29,15 @@ class _Mix(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         query, rstd, dots, weights, *sources = ctx.saved_tensors
-        dout = _wide(grad_outputs[0])
-        da = torch.stack([torch.linalg.vecdot(_wide(v), dout) for v in sources], -1)
+        dout = wide(grad_outputs[0])
+        da = torch.stack([torch.linalg.vecdot(wide(v), dout) for v in sources], -1)
         de = weights * (da - (da * weights).sum(-1, keepdim=True))
         scaled = de * rstd
         dquery = None
         if ctx.needs_input_grad[0]:
             dquery = torch.zeros_like(query)
             for i, v in enumerate(sources):
-                dquery += scaled[..., i].reshape(-1) @ _wide(v).flatten(0, -2)
+                dquery += scaled[..., i].reshape(-1) @ wide(v).flatten(0, -2)
         along = scaled * dots * rstd.square() / query.shape[0]
         grads: list[Tensor | None] = []
         for i, v in enumerate(sources):
@@ -47,7 +45,7 @@ class _Mix(torch.autograd.Function):
                 grads.append(None)
                 continue
             dv = dout * weights[..., i : i + 1]
-            dv.addcmul_(scaled[..., i : i + 1], query).addcmul_(_wide(v), along[..., i : i + 1], value=-1.0)
+            dv.addcmul_(scaled[..., i : i + 1], query).addcmul_(wide(v), along[..., i : i + 1], value=-1.0)
             grads.append(dv.to(v.dtype))
         return dquery, None, *grads
 

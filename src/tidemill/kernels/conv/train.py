@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tidemill.kernels.pointwise import wide
+
 WIDTH = 4
 
 
@@ -51,10 +53,9 @@ def short_conv_train(x: Tensor, w: Tensor, state: Tensor | None = None) -> Tenso
 
     w[C, 4] or [C, 1, 4]; state[B, 3, C] holds the three inputs before x (None: zeros). fp32 inside (fp64 for fp64).
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    xf = x.to(wide)
+    xf = wide(x)
     if state is None:
         padded = F.pad(xf, (0, 0, WIDTH - 1, 0))
     else:
-        padded = torch.cat([state.to(wide), xf], dim=1)
-    return _ShortConv.apply(padded, w.reshape(-1, WIDTH).to(wide)).to(x.dtype)
+        padded = torch.cat([state.to(xf.dtype), xf], dim=1)
+    return _ShortConv.apply(padded, w.reshape(-1, WIDTH).to(xf.dtype)).to(x.dtype)

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tidemill.kernels.pointwise import wide
+
 
 class _BoundedGate(torch.autograd.Function):
     """z[..., H, D], rate[H], bias[H, D] -> bound · sigmoid(rate (z + bias))."""
@@ -35,9 +37,9 @@ def gate_train(z: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | N
     """`gate` for training: z[..., H, D] -> g[..., H, D] in fp32 (fp64 for fp64), differentiable in z, A_log and
     dt_bias."""
     heads, dim = z.shape[-2:]
-    wide = torch.promote_types(z.dtype, torch.float32)
-    rate = A_log.flatten()[:heads].to(wide).exp()
-    bias = dt_bias.view(heads, dim).to(wide)
+    zf = wide(z)
+    rate = A_log.flatten()[:heads].to(zf.dtype).exp()
+    bias = dt_bias.view(heads, dim).to(zf.dtype)
     if lower_bound is None:
-        return -rate.unsqueeze(-1) * F.softplus(z.to(wide) + bias)
-    return _BoundedGate.apply(z.to(wide), rate, bias, lower_bound)
+        return -rate.unsqueeze(-1) * F.softplus(zf + bias)
+    return _BoundedGate.apply(zf, rate, bias, lower_bound)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tidemill.kernels.linear import linear
-from tidemill.kernels.pointwise import sigmoid
+from tidemill.kernels.pointwise import sigmoid, wide
 
 
 def route(
@@ -33,7 +33,7 @@ def route_train(
 
     The same rules; rounding may differ from `route` in the last bit. `scores` feed quantile balancing.
     """
-    scores = torch.sigmoid(torch.nn.functional.linear(x.float(), w_router.float()))
+    scores = torch.sigmoid(torch.nn.functional.linear(wide(x), wide(w_router)))
     with torch.no_grad():
         ids = torch.sort(scores + bias, dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
     weights = scores.gather(1, ids)

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+from tidemill.kernels.pointwise import wide
 
 
 def _norm_backward(dn: Tensor, n: Tensor, rstd: Tensor) -> Tensor:
@@ -23,7 +21,7 @@ def _norm_backward(dn: Tensor, n: Tensor, rstd: Tensor) -> Tensor:
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        xf = _wide(x)
+        xf = wide(x)
         rstd = (xf * xf).mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rstd)
         return (xf * rstd).to(x.dtype) * weight.to(x.dtype)
@@ -31,8 +29,8 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        dy = _wide(grad_outputs[0])
-        n = _wide(x) * rstd
+        dy = wide(grad_outputs[0])
+        n = wide(x) * rstd
         dw = None
         if ctx.needs_input_grad[1]:
             dw = (dy * n).flatten(0, -2).sum(0).to(weight.dtype)
@@ -43,7 +41,7 @@ class _RmsNorm(torch.autograd.Function):
 class _L2Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float, eps: float) -> Tensor:
-        xf = _wide(x)
+        xf = wide(x)
         rnorm = (xf * xf).sum(-1, keepdim=True).add_(eps).rsqrt_()
         y = xf * rnorm
         ctx.save_for_backward(y, rnorm)
@@ -62,17 +60,17 @@ class _L2Norm(torch.autograd.Function):
 class _GatedRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, o: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
-        of = _wide(o)
+        of = wide(o)
         rstd = (of * of).mean(-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(o, weight, gate, rstd)
-        return (of * rstd).mul_(weight.to(of.dtype)).mul_(torch.sigmoid(_wide(gate))).to(gate.dtype)
+        return (of * rstd).mul_(weight.to(of.dtype)).mul_(torch.sigmoid(wide(gate))).to(gate.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         o, weight, gate, rstd = ctx.saved_tensors
-        dy = _wide(grad_outputs[0])
-        n = _wide(o) * rstd
-        sig = torch.sigmoid(_wide(gate))
+        dy = wide(grad_outputs[0])
+        n = wide(o) * rstd
+        sig = torch.sigmoid(wide(gate))
         w = weight.to(dy.dtype)
         dys = dy * sig
         dw = (dys * n).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None

@@ -1,5 +1,5 @@
-"""Offset-independent sigmoid, SiLU and softplus."""
+"""Offset-independent sigmoid, SiLU and softplus; the dtype of reductions."""
 
-from tidemill.kernels.pointwise.ref import sigmoid, silu, softplus
+from tidemill.kernels.pointwise.ref import sigmoid, silu, softplus, wide
 
-__all__ = ["sigmoid", "silu", "softplus"]
+__all__ = ["sigmoid", "silu", "softplus", "wide"]

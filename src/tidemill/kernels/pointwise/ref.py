@@ -11,6 +11,11 @@ import torch
 from torch import Tensor
 
 
+def wide(x: Tensor) -> Tensor:
+    """x in the dtype its reductions run in: fp32, or fp64 if it is fp64 already (gradient checks)."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)) in fp32, a new tensor of x's shape. Exact limits at ±inf."""
     return torch.neg(x.float()).exp_().add_(1.0).reciprocal_()

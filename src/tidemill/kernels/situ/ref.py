@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tidemill.kernels.pointwise import sigmoid
+from tidemill.kernels.pointwise import sigmoid, wide
 
 
 def situ_glu(g: Tensor, u: Tensor, beta: float, linear_beta: float | None) -> Tensor:
@@ -32,17 +32,16 @@ class _SituGlu(torch.autograd.Function):
     def forward(ctx: Any, g: Tensor, u: Tensor, beta: float, linear_beta: float | None) -> Tensor:
         ctx.save_for_backward(g, u)
         ctx.betas = (beta, linear_beta)
-        wide = torch.promote_types(g.dtype, torch.float32)
-        gate = torch.sigmoid(g.to(wide)).mul_(torch.div(g.to(wide), beta).tanh_().mul_(beta))
-        up = u.to(wide) if linear_beta is None else torch.div(u.to(wide), linear_beta).tanh_().mul_(linear_beta)
+        gf, uf = wide(g), wide(u)
+        gate = torch.sigmoid(gf).mul_(torch.div(gf, beta).tanh_().mul_(beta))
+        up = uf if linear_beta is None else torch.div(uf, linear_beta).tanh_().mul_(linear_beta)
         return gate.mul_(up).to(g.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         g, u = ctx.saved_tensors
         beta, linear_beta = ctx.betas
-        wide = torch.promote_types(g.dtype, torch.float32)
-        dy, gf, uf = grad_outputs[0].to(wide), g.to(wide), u.to(wide)
+        dy, gf, uf = wide(grad_outputs[0]), wide(g), wide(u)
         s, t = torch.sigmoid(gf), torch.div(gf, beta).tanh_()
         gate = (s * t).mul_(beta)
         slope = torch.addcmul(s, s, torch.square(t), value=-1.0).addcmul_(gate, 1.0 - s)

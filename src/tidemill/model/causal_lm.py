@@ -1,0 +1,110 @@
+"""The K3 text model for training: whole sequences in, logits out. Serving has its own walk through the same weights."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tidemill.core.errors import InputError
+from tidemill.model.config import K3Config
+from tidemill.model.initialisation import reset_parameters
+from tidemill.model.layers import DecoderLayer, Linear, RMSNorm, RoutedExperts, Weight, mixture
+from tidemill.parallel import ParallelContext, single
+
+
+class ScoreObserver(Protocol):
+    """Sees the router scores of every expert layer in forward order; see tidemill.model.balance."""
+
+    def observe(self, layer: int, scores: Tensor) -> None:
+        """scores[B·T, E] of 0-based layer `layer`, rows in batch order."""
+        ...
+
+
+class TextModel(nn.Module):
+    """Embedding, layers and final mixture. Parameter names below `model.` equal the checkpoint's."""
+
+    def __init__(self, config: K3Config, parallel: ParallelContext) -> None:
+        super().__init__()
+        text = config.text_config
+        d, dtype = text.hidden_size, text.torch_dtype
+        self.eps = text.rms_norm_eps
+        self.embed_tokens = Weight(text.vocab_size, d, dtype=dtype)
+        self.layers = nn.ModuleList(DecoderLayer(text, index, parallel) for index in range(text.num_hidden_layers))
+        self.output_attn_res_norm = Weight(d, dtype=dtype)
+        self.output_attn_res_proj = Weight(1, d, dtype=dtype)
+        self.norm = RMSNorm(d, text.rms_norm_eps, dtype)
+
+    def forward(self, input_ids: Tensor, select: Tensor | None, observer: ScoreObserver | None) -> Tensor:
+        """Normed hidden states [B, T, d], or [S, d] at the flat positions `select`."""
+        p = F.embedding(input_ids, self.embed_tokens.weight)
+        bank: list[Tensor] = []
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            y = layer.attend(bank, p)
+            if layer.starts_block:
+                bank, p = [*bank, p], y
+            else:
+                p = p + y
+            last = layer.index == len(self.layers) - 1
+            if last and select is not None and observer is None:
+                # After the last token mixer nothing looks at other tokens: the rest runs at the wanted ones only.
+                bank, p, select = [_pick(b, select) for b in bank], _pick(p, select), None
+            out, scores = layer.feed_forward(bank, p)
+            p = p + out
+            if observer is not None and scores is not None:
+                observer.observe(layer.index, scores.detach())
+        if select is not None:
+            bank, p = [_pick(b, select) for b in bank], _pick(p, select)
+        return self.norm(mixture([*bank, p], self.output_attn_res_norm, self.output_attn_res_proj, self.eps))
+
+
+class K3ForCausalLM(nn.Module):
+    """The model. `initialise=False` leaves the parameters undefined for a caller that fills all of them at once.
+
+    state_dict() holds the tensors of tidemill.model.inventory (experts stacked), adapters aside.
+    """
+
+    def __init__(self, config: K3Config, parallel: ParallelContext | None = None, *, seed: int = 0,
+                 initialise: bool = True) -> None:
+        super().__init__()
+        self.config = config
+        self.parallel = parallel or single()
+        text = config.text_config
+        self.model = TextModel(config, self.parallel)
+        self.lm_head = Linear(text.hidden_size, text.vocab_size, text.torch_dtype)
+        if initialise:
+            self.reset_parameters(seed)
+
+    def reset_parameters(self, seed: int = 0) -> None:
+        """Fresh values for every parameter and buffer, a pure function of configuration and seed."""
+        reset_parameters(self, self.config.text_config, seed)
+
+    def set_fake_quant(self, enabled: bool) -> None:
+        """Whether the routed experts compute on decode(encode(w)), gradients straight through (quantisation-aware)."""
+        for module in self.modules():
+            if isinstance(module, RoutedExperts):
+                module.fake_quant = enabled
+
+    def forward(self, input_ids: Tensor, *, select: Tensor | None = None,
+                observer: ScoreObserver | None = None) -> Tensor:
+        """Logits[B, T, V] of input_ids[B, T] int64, in the model's dtype; or [S, V] at `select`.
+
+        Rows are right-padded: what stands after a sequence's end changes nothing before it. select[S] int64 are
+        positions in the flattened [B·T]; only they pass the last feed-forward block and the head. `observer` gets
+        router scores of all tokens. InputError if ids are not [B, T] int64 within the vocabulary.
+        """
+        if input_ids.dim() != 2 or input_ids.dtype is not torch.int64:
+            raise InputError(f"input_ids is {input_ids.dtype} of shape {tuple(input_ids.shape)}: expected int64 [B, T]",
+                             field="input_ids")
+        vocab = self.config.text_config.vocab_size
+        if input_ids.numel() and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < vocab:
+            raise InputError(f"input_ids holds an id outside 0..{vocab - 1}", field="input_ids",
+                             remedy="Check that the tokenizer belongs to this model.")
+        return self.lm_head(self.model(input_ids, select, observer))
+
+
+def _pick(x: Tensor, select: Tensor) -> Tensor:
+    return x.flatten(0, 1).index_select(0, select)

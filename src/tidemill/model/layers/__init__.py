@@ -1,0 +1,22 @@
+"""The layers of the text model in their training form: whole right-padded sequences, gradients, no caches."""
+
+from tidemill.model.layers.decoder import DecoderLayer, mixture
+from tidemill.model.layers.kda import KimiDeltaAttention
+from tidemill.model.layers.linear import Linear, RMSNorm, Weight
+from tidemill.model.layers.mla import GatedLatentAttention
+from tidemill.model.layers.mlp import SituMLP
+from tidemill.model.layers.moe import LatentMoE, RoutedExperts, Router
+
+__all__ = [
+    "DecoderLayer",
+    "GatedLatentAttention",
+    "KimiDeltaAttention",
+    "LatentMoE",
+    "Linear",
+    "RMSNorm",
+    "RoutedExperts",
+    "Router",
+    "SituMLP",
+    "Weight",
+    "mixture",
+]

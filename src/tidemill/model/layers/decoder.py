@@ -1,0 +1,57 @@
+"""One transformer layer under Block Attention Residuals: two mixtures, a token mixer, a channel mixer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tidemill.kernels.attn_res import mix_train
+from tidemill.kernels.pointwise import wide
+from tidemill.model.config import TextConfig
+from tidemill.model.layers.kda import KimiDeltaAttention
+from tidemill.model.layers.linear import RMSNorm, Weight
+from tidemill.model.layers.mla import GatedLatentAttention
+from tidemill.model.layers.mlp import SituMLP
+from tidemill.model.layers.moe import LatentMoE
+from tidemill.parallel import ParallelContext
+
+
+def mixture(sources: Sequence[Tensor], norm: Weight, proj: Weight, eps: float) -> Tensor:
+    """One residual mixture; norm gain and pseudo-query are multiplied in fp32."""
+    return mix_train(sources, wide(norm.weight) * wide(proj.weight[0]), eps)
+
+
+class DecoderLayer(nn.Module):
+    """Layer `index` (0-based). The model keeps the bank of sources; the layer reads from it."""
+
+    def __init__(self, config: TextConfig, index: int, parallel: ParallelContext) -> None:
+        super().__init__()
+        d, dtype, eps = config.hidden_size, config.torch_dtype, config.rms_norm_eps
+        self.index, self.eps = index, eps
+        self.starts_block = index % config.attn_res_block_size == 0
+        self.input_layernorm = RMSNorm(d, eps, dtype)
+        self.post_attention_layernorm = RMSNorm(d, eps, dtype)
+        self.self_attention_res_norm, self.mlp_res_norm = Weight(d, dtype=dtype), Weight(d, dtype=dtype)
+        self.self_attention_res_proj, self.mlp_res_proj = Weight(1, d, dtype=dtype), Weight(1, d, dtype=dtype)
+        self.self_attn = (GatedLatentAttention if index in config.mla_layers else KimiDeltaAttention)(config, parallel)
+        if index in config.moe_layers:
+            self.block_sparse_moe = LatentMoE(config, parallel)
+        else:
+            self.mlp = SituMLP(config, config.intermediate_size, parallel, what="intermediate_size")
+
+    def attend(self, bank: Sequence[Tensor], p: Tensor) -> Tensor:
+        """Output of the token mixer for finished blocks `bank` and running sum `p`, each [B, T, d]."""
+        a = p
+        if bank:
+            a = mixture([*bank, p], self.self_attention_res_norm, self.self_attention_res_proj, self.eps)
+        return self.self_attn(self.input_layernorm(a))
+
+    def feed_forward(self, bank: Sequence[Tensor], p: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(output of the channel mixer, router scores [R, E] if there are experts) for sources [..., d]."""
+        m = self.post_attention_layernorm(mixture([*bank, p], self.mlp_res_norm, self.mlp_res_proj, self.eps))
+        if not hasattr(self, "block_sparse_moe"):
+            return self.mlp(m), None
+        y, scores = self.block_sparse_moe(torch.flatten(m, 0, -2))
+        return y.view_as(m), scores

@@ -1,0 +1,54 @@
+"""The KDA token mixer over whole sequences (training form)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tidemill.kernels import kda
+from tidemill.kernels.conv import short_conv_train
+from tidemill.kernels.norm import gated_rms_norm_train, l2_norm_train
+from tidemill.kernels.pointwise import wide
+from tidemill.model.config import TextConfig
+from tidemill.model.layers.linear import Linear, Weight
+from tidemill.parallel import ParallelContext, share
+
+
+class KimiDeltaAttention(nn.Module):
+    """x[B, T, d] -> [B, T, d]. Heads are split over the tensor group."""
+
+    def __init__(self, config: TextConfig, parallel: ParallelContext) -> None:
+        super().__init__()
+        linear, d, dtype = config.linear_attn_config, config.hidden_size, config.torch_dtype
+        self.num_heads = share(linear.num_heads, parallel.tensor, what="linear_attn_config.num_heads")
+        self.head_dim, self.lower_bound = linear.head_dim, linear.gate_lower_bound
+        self.eps, self.parallel = config.rms_norm_eps, parallel
+        width, exact = self.num_heads * self.head_dim, torch.float32
+        self.q_proj, self.k_proj, self.v_proj = (Linear(d, width, dtype) for _ in range(3))
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = (
+            Weight(width, 1, linear.short_conv_kernel_size, dtype=exact) for _ in range(3)
+        )
+        self.f_a_proj = Linear(d, self.head_dim, dtype)
+        self.f_b_proj = Linear(self.head_dim, width, dtype)
+        self.A_log = nn.Parameter(torch.empty(linear.stored_a_log, dtype=exact))
+        self.dt_bias = nn.Parameter(torch.empty(width, dtype=exact))
+        self.b_proj = Linear(d, self.num_heads, dtype)
+        self.g_proj = Linear(d, width, dtype)
+        self.o_norm = Weight(self.head_dim, dtype=exact)
+        self.o_proj = Linear(width, d, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (*x.shape[:2], self.num_heads, self.head_dim)
+        q, k, v = (
+            short_conv_train(proj(x), conv.weight).view(heads)
+            for proj, conv in (
+                (self.q_proj, self.q_conv1d), (self.k_proj, self.k_conv1d), (self.v_proj, self.v_conv1d),
+            )
+        )
+        q, k = l2_norm_train(q, scale=self.head_dim**-0.5), l2_norm_train(k)
+        z = self.f_b_proj(self.f_a_proj(x)).view(heads)
+        g = kda.gate_train(z, self.A_log, self.dt_bias, self.lower_bound)
+        beta = torch.sigmoid(wide(self.b_proj(x)))
+        o, _ = kda.chunk(q, k, wide(v), g, beta, lower_bound=self.lower_bound)
+        y = gated_rms_norm_train(o.to(x.dtype), self.o_norm.weight, self.g_proj(x).view(heads), self.eps)
+        return self.parallel.tensor.all_reduce(self.o_proj(y.flatten(2)))
