@@ -208,6 +208,11 @@ class LocalSandboxClient:
     # ---- beyond the protocol
 
     @property
+    def address(self) -> Address:
+        """Where the service is."""
+        return self._pool.address
+
+    @property
     def undoing(self) -> int:
         """Cancelled creates that are still being undone."""
         return len(self._undoing)
