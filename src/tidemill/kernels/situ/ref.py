@@ -26,30 +26,30 @@ def situ_glu(g: Tensor, u: Tensor, beta: float, linear_beta: float | None) -> Te
 
 
 class _SituGlu(torch.autograd.Function):
-    """Saves g and u only; both branches are recomputed in backward."""
+    """Keeps the sigmoid and the two tangents (backward needs nothing else; a tangent costs more than its memory)."""
 
     @staticmethod
     def forward(ctx: Any, g: Tensor, u: Tensor, beta: float, linear_beta: float | None) -> Tensor:
-        ctx.save_for_backward(g, u)
-        ctx.betas = (beta, linear_beta)
         gf, uf = wide(g), wide(u)
-        gate = torch.sigmoid(gf).mul_(torch.div(gf, beta).tanh_().mul_(beta))
-        up = uf if linear_beta is None else torch.div(uf, linear_beta).tanh_().mul_(linear_beta)
-        return gate.mul_(up).to(g.dtype)
+        s, t = torch.sigmoid(gf), torch.div(gf, beta).tanh_()
+        up = uf if linear_beta is None else torch.div(uf, linear_beta).tanh_()
+        ctx.save_for_backward(s, t, up)
+        ctx.beta, ctx.linear_beta, ctx.dtypes = beta, linear_beta, (g.dtype, u.dtype)
+        return (s * t).mul_(up).mul_(beta if linear_beta is None else beta * linear_beta).to(g.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        g, u = ctx.saved_tensors
-        beta, linear_beta = ctx.betas
-        dy, gf, uf = wide(grad_outputs[0]), wide(g), wide(u)
-        s, t = torch.sigmoid(gf), torch.div(gf, beta).tanh_()
-        gate = (s * t).mul_(beta)
-        slope = torch.addcmul(s, s, torch.square(t), value=-1.0).addcmul_(gate, 1.0 - s)
-        if linear_beta is None:
-            return slope.mul_(dy).mul_(uf).to(g.dtype), gate.mul_(dy).to(u.dtype), None, None
-        tu = torch.div(uf, linear_beta).tanh_()
-        du = gate.mul_(dy).mul_(torch.square(tu).neg_().add_(1.0))
-        return slope.mul_(dy).mul_(tu).mul_(linear_beta).to(g.dtype), du.to(u.dtype), None, None
+        s, t, up = ctx.saved_tensors
+        beta, linear_beta = ctx.beta, ctx.linear_beta
+        dy = wide(grad_outputs[0])
+        gate = s * t
+        # d gate / dg = (1 − t²) s + β t s (1 − s), written as s − t·gate + β·gate·(1 − s).
+        slope = torch.addcmul(s, t, gate, value=-1.0).addcmul_(gate, 1.0 - s, value=beta).mul_(dy).mul_(up)
+        du = gate.mul_(dy).mul_(beta)
+        if linear_beta is not None:
+            slope.mul_(linear_beta)
+            du.addcmul_(du * up, up, value=-1.0)
+        return slope.to(ctx.dtypes[0]), du.to(ctx.dtypes[1]), None, None
 
 
 def situ_glu_train(g: Tensor, u: Tensor, beta: float, linear_beta: float | None) -> Tensor:
