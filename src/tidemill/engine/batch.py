@@ -32,7 +32,8 @@ class Batch:
     counts[B]      new tokens of each
     token_ids[Rp]  token of each row, 0 in the Rp - R padding rows
     positions[R]   absolute position of each row
-    row_slots[R]   state slot of each row's sequence
+    starts[B]      tokens computed before the step
+    row_sequence[R]  batch position of each row's sequence
     active         number of sequences that have a j-th token, for each j
     offsets        first row of each j
     latent_rows[R] where each row's latent goes in the pages seen as [num_pages * 64, width]
@@ -47,7 +48,8 @@ class Batch:
     counts: I64
     token_ids: Tensor
     positions: Tensor
-    row_slots: Tensor
+    starts: Tensor
+    row_sequence: Tensor
     active: tuple[int, ...]
     offsets: tuple[int, ...]
     latent_rows: Tensor
@@ -72,8 +74,8 @@ def build_batch(slots: I64, starts: I64, counts: I64, tokens: I64, page_table: I
     """
     first_token = np.cumsum(counts) - counts
     longest = int(counts.max())
-    # One token each: any order will do, and slot order may allow the state to be used in place.
-    order = np.argsort(slots) if longest == 1 else np.argsort(-counts, kind="stable")
+    # Slot order among equals often makes the slots consecutive, so that the states can be used in place.
+    order = np.lexsort((slots, -counts))
     slots, starts, counts, first_token = slots[order], starts[order], counts[order], first_token[order]
     active = len(counts) - np.searchsorted(counts[::-1], np.arange(1, longest + 1), side="left")
     offsets = np.cumsum(active) - active
@@ -83,8 +85,7 @@ def build_batch(slots: I64, starts: I64, counts: I64, tokens: I64, page_table: I
     ids = np.zeros(padded_rows(num_rows), dtype=np.int64)
     ids[:num_rows] = tokens[first_token[sequence] + token]
     positions = starts[sequence] + token
-    row_slots = slots[sequence]
-    latent_rows = page_table[row_slots, positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+    latent_rows = page_table[slots[sequence], positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
     taps = carry = None
     if longest > 1:
         back = np.arange(1 - TAPS, 1)
@@ -94,7 +95,7 @@ def build_batch(slots: I64, starts: I64, counts: I64, tokens: I64, page_table: I
     contiguous = bool((slots == np.arange(low, low + len(slots))).all())
     return Batch(
         order=order, slots=_tensor(slots), slot_range=(low, low + len(slots)) if contiguous else None, counts=counts,
-        token_ids=_tensor(ids), positions=_tensor(positions), row_slots=_tensor(row_slots),
+        token_ids=_tensor(ids), positions=_tensor(positions), starts=_tensor(starts), row_sequence=_tensor(sequence),
         active=tuple(active.tolist()), offsets=tuple(offsets.tolist()), latent_rows=_tensor(latent_rows),
         taps=None if taps is None else _tensor(taps), carry=None if carry is None else _tensor(carry),
         num_rows=num_rows,

@@ -48,7 +48,7 @@ class EngineCore:
         self.scheduler = Scheduler(config, self.residency)
         self.runner = Runner(weights, self.pools, torch.from_numpy(self.residency.page_table))
         self.sampler = sampling.Sampler(self.plan.num_slots, weights.vocab_size)
-        self.adapters = AdapterStore(weights, max_rank=config.max_lora_rank)
+        self.adapters = AdapterStore(weights.model, weights.base_digest, max_rank=config.max_lora_rank)
         self.sleeper = Sleeper(self.pools, weights)
         self._sessions: dict[str, Sequence] = {}
         self._active: dict[str, Request] = {}

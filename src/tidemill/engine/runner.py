@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidemill.engine.adapters import Factors, LayerAdapter, LiveAdapter
+from tidemill.engine.adapters import LiveAdapter
 from tidemill.engine.batch import Batch
 from tidemill.engine.memory.pools import Pools
 from tidemill.engine.weights import DenseWeights, EngineWeights, KdaWeights, MlaWeights, MoeWeights
@@ -20,10 +20,10 @@ from tidemill.kernels import kda, mla, moe
 from tidemill.kernels.attn_res import mix
 from tidemill.kernels.conv import short_conv
 from tidemill.kernels.linear import linear
-from tidemill.kernels.lora import delta
 from tidemill.kernels.norm import gated_rms_norm, rms_norm
 from tidemill.kernels.pointwise import sigmoid
 from tidemill.kernels.situ import situ_glu
+from tidemill.model.adapter_view import Factors, LayerAdapter
 
 REVISION = "torch-rows/1"
 
@@ -45,7 +45,7 @@ class Runner:
     def forward(self, batch: Batch, adapter: LiveAdapter | None) -> Tensor:
         """Final normalised hidden states [Rp, d] of the batch's rows (padding rows at the end); updates the pools."""
         c, w = self._c, self._w
-        plan = self._plan_pages(batch) if c.mla_layers else None
+        plan = self._plan_tiles(batch) if c.mla_layers else None
         p = w.embed_tokens.index_select(0, batch.token_ids)
         sources = p.unsqueeze(1)
         for index, layer in enumerate(w.layers):
@@ -75,11 +75,11 @@ class Runner:
         """Logits [len(rows), vocab] of chosen rows, in the model's dtype."""
         return linear(hidden.index_select(0, rows), self._w.lm_head)
 
-    def _plan_pages(self, batch: Batch) -> mla.PagePlan:
+    def _plan_tiles(self, batch: Batch) -> mla.TilePlan:
         """Attention's work items, the same for every MLA layer: each row sees its past and itself."""
-        lengths = batch.positions + 1
-        width = -(-int(lengths.max()) // mla.PAGE)
-        return mla.plan_pages(self._page_table[:, :width].index_select(0, batch.row_slots), lengths)
+        tokens = mla.tokens_per_tile(self._c.num_attention_heads, len(batch.active))
+        return mla.plan_tiles(self._page_table.index_select(0, batch.slots), batch.starts, torch.from_numpy(batch.counts),
+                              batch.row_sequence, batch.positions, tokens)
 
     def _kda(self, index: int, w: KdaWeights, x: Tensor, batch: Batch, lora: LayerAdapter | None) -> Tensor:
         heads, dim, width = self._linear.num_heads, self._linear.head_dim, self._linear.width
@@ -94,7 +94,7 @@ class Runner:
         o = torch.zeros((x.shape[0], heads, dim))
         self._recur(index, batch, q, k, v.float().contiguous(), g, sigmoid(b[:rows].contiguous()), o)
         y = gated_rms_norm(o.to(x.dtype), w.o_norm, gate.reshape(-1, heads, dim), self._c.rms_norm_eps).view(-1, width)
-        return _adapted(y, w.o_proj, lora and lora.attn_out)
+        return _adapted(y, w.o_proj, lora and lora.get("self_attn.o_proj"))
 
     def _taps(self, index: int, new: Tensor, batch: Batch) -> Tensor:
         """The four inputs of each row's convolution [R, 4, 3P]; carries the last three of each sequence on."""
@@ -120,28 +120,26 @@ class Runner:
         if not in_place:
             pool.index_copy_(0, batch.slots, S)
 
-    def _mla(self, index: int, w: MlaWeights, x: Tensor, batch: Batch, plan: mla.PagePlan,
+    def _mla(self, index: int, w: MlaWeights, x: Tensor, batch: Batch, plan: mla.TilePlan,
              lora: LayerAdapter | None) -> Tensor:
         c, rows = self._c, batch.num_rows
         heads, nope, pe, rank = c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.kv_lora_rank
         q_a, kv, gate = linear(x, w.in_proj).split([c.q_lora_rank, rank + pe, heads * c.v_head_dim], dim=1)
-        if lora and lora.mla_q:
-            q_a = q_a + delta(x, *lora.mla_q)
-        if lora and lora.mla_kv:
-            kv = kv + delta(x, *lora.mla_kv)
+        if lora:
+            q_a = _plus(q_a, x, lora.get("self_attn.q_a_proj"))
+            kv = _plus(kv, x, lora.get("self_attn.kv_a_proj_with_mqa"))
         q = linear(rms_norm(q_a.contiguous(), w.q_norm, c.mla_latent_norm_eps), w.q_b_proj).view(-1, heads, nope + pe)
         latent = torch.cat([rms_norm(kv[:, :rank].contiguous(), w.kv_norm, c.mla_latent_norm_eps), kv[:, rank:]], dim=1)
         pages = self._pools.latents[index]
         pages.view(-1, rank + pe).index_copy_(0, batch.latent_rows, latent[:rows])
         q_lat = mla.head_matmul(q[..., :nope].contiguous(), w.uk)
         o_lat = x.new_zeros((x.shape[0], heads, rank))
-        o_lat[:rows] = mla.absorbed(q_lat[:rows], q[:rows, :, nope:], pages, None, None, c.mla_scale, plan=plan)
+        o_lat[:rows] = mla.absorbed_tiles(q_lat[:rows], q[:rows, :, nope:], pages, c.mla_scale, plan)
         o = mla.head_matmul(o_lat, w.uv).view(-1, heads * c.v_head_dim)
-        return _adapted((o.float() * sigmoid(gate)).to(x.dtype), w.o_proj, lora and lora.attn_out)
+        return _adapted((o.float() * sigmoid(gate)).to(x.dtype), w.o_proj, lora and lora.get("self_attn.o_proj"))
 
     def _dense(self, w: DenseWeights, x: Tensor, lora: LayerAdapter | None) -> Tensor:
-        return self._glu(linear(x, w.gate_up), x, w.down_proj, lora and lora.dense_gate, lora and lora.dense_up,
-                         lora and lora.dense_down)
+        return self._glu(linear(x, w.gate_up), x, w.down_proj, lora, "mlp.")
 
     def _moe(self, w: MoeWeights, x: Tensor, lora: LayerAdapter | None) -> Tensor:
         c = self._c
@@ -153,24 +151,34 @@ class Runner:
         y = moe.experts(z, ids, weights, w.w1, w.w3, w.w2, act, lora.experts if lora else None)
         if w.norm is not None:
             y = rms_norm(y, w.norm, c.rms_norm_eps)
-        shared = self._glu(u[:, : 2 * c.shared_intermediate_size], x, w.down_proj, lora and lora.shared_gate,
-                           lora and lora.shared_up, lora and lora.shared_down)
+        shared = self._glu(u[:, : 2 * c.shared_intermediate_size], x, w.down_proj, lora,
+                           "block_sparse_moe.shared_experts.")
         return linear(y, w.up_proj) + shared
 
-    def _glu(self, gate_up: Tensor, x: Tensor, down: Tensor, lora_gate: Factors | None, lora_up: Factors | None,
-             lora_down: Factors | None) -> Tensor:
+    def _glu(self, gate_up: Tensor, x: Tensor, down: Tensor, lora: LayerAdapter | None, prefix: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=1)
-        if lora_gate:
-            gate = gate + delta(x, *lora_gate)
-        if lora_up:
-            up = up + delta(x, *lora_up)
+        if lora:
+            gate, up = _plus_pair(gate, up, x, lora.get(prefix + "gate_proj"), lora.get(prefix + "up_proj"))
         h = situ_glu(gate, up, self._c.activation_situ_beta, self._c.activation_situ_linear_beta)
-        return _adapted(h, down, lora_down)
+        return _adapted(h, down, lora and lora.get(prefix + "down_proj"))
 
 
 def _adapted(x: Tensor, w: Tensor, lora: Factors | None) -> Tensor:
     y = linear(x, w)
-    return y if lora is None else y.add_(delta(x, *lora))
+    return y if lora is None else y.add_(lora.delta(x))
+
+
+def _plus(y: Tensor, x: Tensor, lora: Factors | None) -> Tensor:
+    return y if lora is None else y + lora.delta(x)
+
+
+def _plus_pair(gate: Tensor, up: Tensor, x: Tensor, lora_gate: Factors | None, lora_up: Factors | None,
+               ) -> tuple[Tensor, Tensor]:
+    """`_plus` for two maps of one input that share their A factor: A x is computed once."""
+    if lora_gate is None or lora_up is None or lora_gate.a is not lora_up.a:
+        return _plus(gate, x, lora_gate), _plus(up, x, lora_up)
+    low = linear(x, lora_gate.a)
+    return (gate + linear(low, lora_gate.b).mul_(lora_gate.scale), up + linear(low, lora_up.b).mul_(lora_up.scale))
 
 
 def _with_last(sources: Tensor, p: Tensor) -> Tensor:

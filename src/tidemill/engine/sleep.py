@@ -87,6 +87,6 @@ class Sleeper:
 
     def _next_names(self) -> list[str]:
         if len(self._names) < _SAMPLED_TENSORS:
-            self._names += sorted(self._weights.source.names())
+            self._names += self._weights.source.file_names()
         chosen, self._names = self._names[:_SAMPLED_TENSORS], self._names[_SAMPLED_TENSORS:]
         return chosen

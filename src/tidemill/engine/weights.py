@@ -7,43 +7,16 @@ adapter, are made at load, dropped by sleep and made again by wake.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tidemill.engine.memory.arena import Arena, padded_bytes
-from tidemill.model.config import K3Config, TextConfig
-
-
-class WeightSource(Protocol):
-    """A base store: where weights come from. Tensors it returns are read only."""
-
-    @property
-    def config(self) -> K3Config: ...
-
-    @property
-    def digest(self) -> str:
-        """One digest over all tensors."""
-        ...
-
-    def tensor(self, name: str) -> Tensor:
-        """A tensor that is not a stack of experts, by inventory name."""
-        ...
-
-    def expert(self, name: str, index: int) -> Tensor:
-        """Expert `index` of the stack `name`, decoded to the model's dtype [out, in]."""
-        ...
-
-    def names(self) -> Sequence[str]:
-        """Names that `verify` takes."""
-        ...
-
-    def verify(self, names: Sequence[str] | None = None) -> object:
-        """Hash these tensors again (None: all) and compare with the manifest. Raises IntegrityError."""
-        ...
+from tidemill.kernels import mxfp4
+from tidemill.model.base import BaseStore
+from tidemill.model.config import TextConfig
 
 
 @dataclass(slots=True)
@@ -140,7 +113,7 @@ class DerivedBuffers:
 class EngineWeights:
     """Everything the runner reads, for one base."""
 
-    def __init__(self, source: WeightSource, *, name: str) -> None:
+    def __init__(self, source: BaseStore, *, name: str) -> None:
         self.source, self.name = source, name
         self.model: TextConfig = source.config.text_config
         self.base_digest = source.digest
@@ -217,8 +190,12 @@ class EngineWeights:
         shape = (latent, inner) if name.endswith("w2") else (inner, latent)
 
         def fill(out: Tensor) -> None:
-            for e in range(c.num_experts):
-                out[e].copy_(self.source.expert(name, e))
+            if not c.quantize_experts:
+                out.copy_(self.source.tensor(name))
+                return
+            packed, scale = self.source.packed(name)
+            for e in range(c.num_experts):  # one at a time: decoding needs room of its own
+                out[e].copy_(mxfp4.decode(packed[e], scale[e], dtype=c.torch_dtype))
 
         return self.derived.add((c.num_experts, *shape), c.torch_dtype, fill)
 
