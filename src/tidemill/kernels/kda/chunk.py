@@ -13,6 +13,7 @@ Per head and chunk, with G_i the inclusive cumulative log decay inside the chunk
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -95,12 +96,13 @@ def _pairs(q: Tensor, k: Tensor, G: Tensor, lower_bound: float | None) -> tuple[
         ratio = (G.unsqueeze(3) - G.unsqueeze(2)).clamp_max(0.0).exp() * k.unsqueeze(2)
         rows = torch.cat([(k.unsqueeze(3) * ratio).sum(-1), (q.unsqueeze(3) * ratio).sum(-1)], dim=2)
         return rows, k_decayed
-    # The anchor depends on the first row alone (causality) and centres the exponents: both factors stay below
-    # exp(|bound| (C − 1) / 2).
-    offset = G - G[:, :, :1] - 0.5 * (G.shape[2] - 1) * lower_bound
-    up = offset.exp()
+    # The anchor depends on the first row alone (causality). The power of two centres the factors in fp32's range, exactly:
+    # adding the constant inside exp instead would round every exponent at its size.
+    offset = G - G[:, :, :1]
+    centre = 2.0 ** round(-0.5 * (G.shape[2] - 1) * lower_bound / math.log(2.0))
+    up = offset.exp().mul_(centre)
     rows = torch.cat([k * up, q * up], dim=2)
-    return torch.matmul(rows, (k * (-offset).exp()).transpose(2, 3)), k_decayed
+    return torch.matmul(rows, (k * offset.neg().exp().mul_(1.0 / centre)).transpose(2, 3)), k_decayed
 
 
 class UnitLowerInverse(torch.autograd.Function):
