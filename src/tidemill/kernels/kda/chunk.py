@@ -100,9 +100,9 @@ def _pairs(q: Tensor, k: Tensor, G: Tensor, lower_bound: float | None) -> tuple[
     # adding the constant inside exp instead would round every exponent at its size.
     offset = G - G[:, :, :1]
     centre = 2.0 ** round(-0.5 * (G.shape[2] - 1) * lower_bound / math.log(2.0))
-    up = offset.exp().mul_(centre)
+    up = offset.exp() * centre
     rows = torch.cat([k * up, q * up], dim=2)
-    return torch.matmul(rows, (k * offset.neg().exp().mul_(1.0 / centre)).transpose(2, 3)), k_decayed
+    return torch.matmul(rows, (k * (offset.neg().exp() * (1.0 / centre))).transpose(2, 3)), k_decayed
 
 
 class UnitLowerInverse(torch.autograd.Function):
