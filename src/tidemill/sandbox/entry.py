@@ -35,6 +35,7 @@ class Entry:
     """See the module.
 
     operation  id of the intent that brought it into being
+    spare      runtime names beside the row's under which something of it may exist (a replacement that failed)
     waiting    sessions of a paused guest adopted at start, to be attached when it resumes
     doomed     the reason for an end that has been decided but not yet carried out
     """
@@ -47,6 +48,7 @@ class Entry:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     doomed: str = ""
+    spare: list[str] = field(default_factory=list[str])
 
     @asynccontextmanager
     async def alone(self, what: str) -> AsyncIterator[None]:

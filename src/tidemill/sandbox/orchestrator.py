@@ -240,7 +240,15 @@ class Orchestrator:
         if self.stopping:
             raise BusyError("the sandbox service is stopping.")
         self._check_room(count)
-        return [self._admit_one(spec) for _ in range(count)]
+        entries: list[Entry] = []
+        try:
+            for _ in range(count):
+                entries.append(self._admit_one(spec))
+        except SandboxError as e:
+            for entry in entries:
+                entry.doomed = f"its batch could not be recorded: {e.message}"  # the reaper ends it
+            raise
+        return entries
 
     def _check_room(self, count: int) -> None:
         alive, limit = len(self.entries), self.config.max_sandboxes
@@ -290,21 +298,26 @@ class Orchestrator:
         """Undo a start that failed."""
         reason = f"could not start: {error}" if isinstance(error, TidemillError) else "could not start"
         entry.doomed = entry.doomed or reason
-        if await self._wipe(entry, backend, entry.row.runtime_id):
-            self._bury(entry, entry.operation, outcome=f"failed: {reason}", event="create_failed")
+        await self._wipe_and_bury(entry, backend, entry.operation, event="create_failed")
 
-    async def _wipe(self, entry: Entry, backend: Backend, *runtime_ids: str) -> bool:
-        """Remove whatever exists under these names. False if that failed: the entry stays for the reaper."""
+    async def _wipe_and_bury(self, entry: Entry, backend: Backend, operation: int, *, event: str) -> None:
+        """Remove whatever exists, then the row, for `entry.doomed`. If either fails, the entry stays as it is and the reaper
+        tries again."""
         try:
-            if entry.guest is not None:
-                await entry.guest.kill()
-            for runtime_id in runtime_ids:
-                await backend.destroy(runtime_id)
+            await self._wipe(entry, backend)
+            self._bury(entry, operation, outcome=f"failed: {entry.doomed}", event=event)
         except TidemillError as e:
             log.error("cannot remove %s: %s", entry.row.sandbox_id, e)
             self.metrics.failure("wipe")
-            return False
-        return True
+
+    async def _wipe(self, entry: Entry, backend: Backend) -> None:
+        """Nothing of the sandbox is left on the machine afterwards. A living guest knows best how to end itself."""
+        if entry.guest is not None:
+            await entry.guest.kill()
+        else:
+            await backend.destroy(entry.row.runtime_id)
+        for runtime_id in entry.spare:
+            await backend.destroy(runtime_id)
 
     def _bury(self, entry: Entry, operation: int, *, outcome: str, event: str) -> None:
         entry.row, _ = self.store.move(entry.row, S.DEAD, reason=entry.doomed, result_of=operation, outcome=outcome,
@@ -321,16 +334,24 @@ class Orchestrator:
             try:
                 await (guest.pause() if operation is Operation.PAUSE else guest.resume())
             except SandboxDiedError as e:
-                self.store.finish(intent, f"died: {e}")
                 self.found_dead(entry, e)
                 raise
             except TidemillError as e:
-                entry.row, _ = self.store.move(entry.row, moves.undone, result_of=intent, outcome=f"failed: {e}")
+                self._result(entry, moves.undone, intent, f"failed: {e}")
                 raise
-            entry.row, _ = self.store.move(entry.row, moves.done, result_of=intent, outcome="ok",
-                                           event=moves.done.value)
+            self._result(entry, moves.done, intent, "ok", event=moves.done.value)
             await self.attach_sessions(entry, guest)
             return entry.row
+
+    def _result(self, entry: Entry, state: SandboxState, intent: int, outcome: str, *, event: str = "",
+                **changes: Any) -> None:
+        """Write how an operation on a living sandbox ended. If that cannot be written, store and machine have come apart,
+        and the only safe move left is the end."""
+        try:
+            entry.row, _ = self.store.move(entry.row, state, result_of=intent, outcome=outcome, event=event, **changes)
+        except SandboxError as e:
+            entry.doomed = entry.doomed or f"its state could not be recorded: {e.message}"
+            raise
 
     async def attach_sessions(self, entry: Entry, guest: Guest) -> None:
         """Find the sessions in `entry.waiting` again; those that have ended meanwhile are forgotten."""
@@ -356,26 +377,35 @@ class Orchestrator:
             spec = CreateSpec(template=source.template, backend=source.backend, lease=source.lease,
                               timeout_s=max(left_s, 1.0), metadata=source.metadata)
             _, intent = self.store.move(source, source.state, intent="fork", detail={"count": count})
-            children = [self._admit_one(spec, parent=source, kind=Operation.FORK) for _ in range(count)]
-            for child in children:
-                await held.enter_async_context(child.alone("fork"))
+            children: list[Entry] = []
             try:
+                for _ in range(count):
+                    children.append(self._admit_one(spec, parent=source, kind=Operation.FORK))
+                    await held.enter_async_context(children[-1].alone("fork"))
                 async with self.heavy.turn(source.lease):
                     self._check_wanted(entry)
                     copies = await guest.fork([c.row.runtime_id for c in children])
             except BaseException as e:
                 for child in children:
                     await self._stillborn(child, backend, e)
-                self.store.finish(intent, f"failed: {e}")
+                self._note(intent, f"failed: {e}")
                 if isinstance(e, SandboxDiedError):
                     self.found_dead(entry, e)
                 raise
             results = [await self._adopt_copy(entry, child, copy, backend, spec)
                        for child, copy in zip(children, copies, strict=True)]
             bad = sum(isinstance(r, TidemillError) for r in results)
-            self.store.finish(intent, f"{count - bad} of {count}")
+            self._note(intent, f"{count - bad} of {count}")
             self.metrics.operation("fork", self.clock.monotonic() - started)
             return results
+
+    def _note(self, intent: int, outcome: str) -> None:
+        """End an operation that leaves its sandbox as it was. Failing to write that harms nothing but the history."""
+        try:
+            self.store.finish(intent, outcome)
+        except SandboxError as e:
+            log.error("operation %d (%s) could not be recorded: %s", intent, outcome, e)
+            self.metrics.failure("store")
 
     async def _adopt_copy(self, source: Entry, child: Entry, copy: Guest | TidemillError, backend: Backend,
                           spec: CreateSpec) -> SandboxRow | TidemillError:
@@ -410,17 +440,17 @@ class Orchestrator:
             check_start(entry.row.sandbox_id, Operation.RESET, entry.row.state, entry.row.reason)
             guest = self._guest(entry)
             started = self.clock.monotonic()
-            entry.row, intent = self.store.move(entry.row, entry.row.state, intent="reset")
             if entry.sessions:
                 self.store.drop_sessions(entry.row.sandbox_id, entry.sessions)
                 entry.sessions.clear()
+            entry.row, intent = self.store.move(entry.row, entry.row.state, intent="reset")
             try:
                 report = await guest.reset()
                 why = (report.detail or "the guest asked for it") if report.needs_full_reset else ""
             except SandboxError as e:
                 why = f"reset inside the guest failed: {e.message}"
             if not why:
-                self.store.finish(intent, "ok: in_guest")
+                self._result(entry, entry.row.state, intent, "ok: in_guest")
                 self.metrics.operation("reset_in_guest", self.clock.monotonic() - started)
                 return ResetDone(how="in_guest", row=entry.row, detail=report.detail)
             await self._replace(entry, guest, intent, why)
@@ -437,14 +467,14 @@ class Orchestrator:
                 self._check_wanted(entry)
                 await old.kill()
                 entry.guest = None
+                entry.spare = [runtime_id]
                 entry.guest = await backend.create(runtime_id, entry.row.template)
-            entry.row, _ = self.store.move(
-                entry.row, entry.row.state, runtime_id=runtime_id, record=entry.guest.record(), generation=generation,
-                result_of=intent, outcome=f"ok: replaced, {why}", event="replaced")
+            self._result(entry, entry.row.state, intent, f"ok: replaced, {why}", event="replaced", runtime_id=runtime_id,
+                         record=entry.guest.record(), generation=generation)
+            entry.spare = []
         except BaseException as e:
             entry.doomed = entry.doomed or f"could not be replaced: {e}"
-            if await self._wipe(entry, backend, entry.row.runtime_id, runtime_id):
-                self._bury(entry, intent, outcome=f"failed: {e}", event="died")
+            await self._wipe_and_bury(entry, backend, intent, event="died")
             if isinstance(e, SandboxDiedError) or not isinstance(e, TidemillError):
                 raise
             raise SandboxDiedError(f"sandbox {entry.row.sandbox_id} could not be reset: {why}; then {e.message}",
@@ -463,20 +493,19 @@ class Orchestrator:
         """Kill the guest and bury the row, for `entry.doomed`. An error is returned; the entry then stays for the reaper.
         The caller holds the lock."""
         backend = self.backend(entry.row.backend)
-        entry.row, intent = self.store.move(entry.row, S.KILLING, intent="kill", detail={"reason": entry.doomed},
-                                            reason=entry.doomed)
+        intent = 0
         try:
+            entry.row, intent = self.store.move(entry.row, S.KILLING, intent="kill", detail={"reason": entry.doomed},
+                                                reason=entry.doomed)
             async with self.kills.turn(entry.row.lease):
-                if entry.guest is not None:
-                    await entry.guest.kill()
-                else:
-                    await backend.destroy(entry.row.runtime_id)
+                await self._wipe(entry, backend)
+            self._bury(entry, intent, outcome="ok", event=event)
         except TidemillError as e:
             log.error("cannot end %s (%s): %s", entry.row.sandbox_id, entry.doomed, e)
-            self.store.finish(intent, f"failed: {e}")
+            if intent:
+                self._note(intent, f"failed: {e}")
             self.metrics.failure("kill")
             return e
-        self._bury(entry, intent, outcome="ok", event=event)
         return None
 
     def _guest(self, entry: Entry, capability: str = "") -> Guest:

@@ -105,8 +105,10 @@ class Usage:
 
     async def _drop(self, entry: Entry, session: LiveSession) -> None:
         if entry.sessions.pop(session.session_id, None) is not None:
-            self._orchestrator.store.drop_sessions(entry.row.sandbox_id, [session.session_id])
-            await session.guest.close()
+            try:
+                await session.guest.close()
+            finally:
+                self._orchestrator.store.drop_sessions(entry.row.sandbox_id, [session.session_id])
 
     @asynccontextmanager
     async def _guest(self, sandbox_id: str, call: str) -> AsyncIterator[Guest]:

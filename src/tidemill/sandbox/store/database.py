@@ -94,7 +94,7 @@ class Store:
         """One transaction: state `row.state -> to` (compare and set), other columns, an intent opened or closed, an event.
 
         intent     kind of an operation that starts with this move; its id is returned, else 0
-        result_of  id of the operation that this move ends, with `outcome`
+        result_of  id of the operation that this move ends, with `outcome`. A move to `dead` ends all others too
         Raises SandboxError on an illegal move or if the stored state is not `row.state`.
         """
         if to is not row.state:
@@ -113,6 +113,9 @@ class Store:
                 raise SandboxError(f"{row.sandbox_id}: the store does not have it in state {row.state.value}")
             if to is SandboxState.DEAD:
                 self._db.execute("DELETE FROM sessions WHERE sandbox_id = ?", (row.sandbox_id,))
+                self._db.execute("UPDATE operations SET finished_at = ?, outcome = 'cut short by the end' "
+                                 "WHERE sandbox_id = ? AND finished_at IS NULL AND operation_id <> ?",
+                                 (self._clock.wall(), row.sandbox_id, result_of))
             if intent:
                 operation = self._open(row.sandbox_id, intent, detail)
             if result_of:
