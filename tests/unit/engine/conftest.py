@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,13 +163,13 @@ class Adapter:
         return b"".join(bytes(tensor_bytes(self.tensors[name])) for name in names)
 
 
-@pytest.fixture
-def driver(bases: dict[str, Path]) -> Iterator[Callable[..., Driver]]:
+@pytest.fixture(scope="session")
+def driver(bases: dict[str, Path]) -> Callable[..., Driver]:
     """Make an engine: driver("tiny", max_running=4, ...)."""
-    yield lambda name="tiny", **config: Driver(bases[name], **config)
+    return lambda name="tiny", **config: Driver(bases[name], **config)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def adapter() -> Callable[..., Adapter]:
     """Make an adapter for a driver's base: adapter(driver, seed=1, rank=4, ...)."""
     return lambda engine, **kwargs: Adapter(engine.store.config, **kwargs)
