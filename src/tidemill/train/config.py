@@ -87,19 +87,23 @@ class WarmupSection:
     """Supervised warm-up on demonstrations, stopped early on purpose inside `band`."""
 
     max_steps: int = 400
-    batch: int = 64
-    lr: float = 3e-3
+    episodes: int = 16
+    """Whole demonstrations per step."""
+    drills: int = 64
+    """Short copy exercises per step, for tasks that offer them; a young model learns to copy from many of these."""
+    lr: float = 4e-3
     weight_decay: float = 0.0
     check_every: int = 10
     check_n: int = 128
-    """Dev prompts answered greedily at each check."""
+    """Dev demonstrations looked at in each check."""
     stop_at: float = 0.25
-    """Stop as soon as greedy dev accuracy reaches this."""
+    """Stop as soon as this share of dev demonstrations is what greedy decoding would write, token for token."""
     band: tuple[float, float] = (0.10, 0.45)
     """Greedy dev accuracy on the packed base must lie here, else the run stops and says so."""
 
     def __post_init__(self) -> None:
-        _positive(self, "max_steps", "batch", "lr", "check_every", "check_n")
+        _positive(self, "max_steps", "episodes", "lr", "check_every", "check_n")
+        require(self.drills >= 0, field="drills", value=self.drills, expected="an integer >= 0")
         _share(self, "stop_at")
         low, high = self.band
         require(0 <= low < high <= 1, field="band", value=self.band, expected="two shares, the lower first")

@@ -1,0 +1,114 @@
+"""What the optimizer sees: token sequences with masks, behaviour log-probs and advantages, in padded micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tidemill.core.token_log import TokenLog
+
+MAX_STRETCH = 1.3
+"""Padding allowed within a micro-batch; more would cost more than another pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One episode as the loss needs it. Lists run over tokens; `rollout_logprobs` are 0 where nothing was sampled."""
+
+    ids: tuple[int, ...]
+    sampled: tuple[bool, ...]
+    rollout_logprobs: tuple[float, ...]
+    advantage: float
+
+    @classmethod
+    def from_log(cls, log: TokenLog, advantage: float) -> Sample:
+        """Copy a token log. The first token can never be sampled (nothing precedes it)."""
+        return cls(tuple(log.ids), tuple(log.sampled), tuple(log.logprobs), advantage)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(self.sampled)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Padded sequences. Positions `select` of the flattened [B, T] predict the sampled tokens `targets` [S].
+
+    rows[S]  which sequence each belongs to; column[S] its running number within the sequence
+    """
+
+    ids: Tensor
+    real: Tensor
+    """[B, T] bool: True for tokens, False for padding."""
+    select: Tensor
+    targets: Tensor
+    rollout_logprobs: Tensor
+    advantages: Tensor
+    rows: Tensor
+    columns: Tensor
+    samples: tuple[int, ...]
+    """Indices into the list the batch was cut from."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Padded tokens of the forward pass."""
+        return self.ids.numel()
+
+    def spread(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Values [S] as ([B, N], mask [B, N]) with N the largest number of sampled tokens of a sequence."""
+        width = int(self.columns.max()) + 1 if len(self.columns) else 1
+        shape = (self.ids.shape[0], width)
+        index = self.rows * width + self.columns
+        flat = values.new_zeros(shape[0] * width).index_copy(0, index, values)
+        mask = torch.zeros(shape[0] * width, dtype=values.dtype).index_fill_(0, index, 1.0)
+        return flat.view(shape), mask.view(shape)
+
+
+def micro_batches(samples: Sequence[Sample], *, max_tokens: int) -> Iterator[MicroBatch]:
+    """Sort by length (stable), then cut so that padded tokens stay below max_tokens (one sequence at least) and no
+    sequence is padded to more than MAX_STRETCH times its length."""
+    order = sorted(range(len(samples)), key=lambda i: len(samples[i].ids))
+    start = 0
+    while start < len(order):
+        end = start + 1
+        shortest = len(samples[order[start]].ids)
+        while end < len(order):
+            length = len(samples[order[end]].ids)
+            if (end + 1 - start) * length > max_tokens or length > MAX_STRETCH * shortest:
+                break
+            end += 1
+        yield _pad([samples[i] for i in order[start:end]], tuple(order[start:end]))
+        start = end
+
+
+def _pad(samples: Sequence[Sample], indices: tuple[int, ...]) -> MicroBatch:
+    width = max(len(s.ids) for s in samples)
+    ids = torch.zeros((len(samples), width), dtype=torch.int64)
+    real = torch.arange(width) < torch.tensor([len(s.ids) for s in samples]).unsqueeze(-1)
+    select: list[int] = []
+    targets: list[int] = []
+    logprobs: list[float] = []
+    advantages: list[float] = []
+    rows: list[int] = []
+    columns: list[int] = []
+    for row, sample in enumerate(samples):
+        ids[row, : len(sample.ids)] = torch.tensor(sample.ids)
+        column = 0
+        for t, sampled in enumerate(sample.sampled):
+            if sampled and t > 0:
+                select.append(row * width + t - 1)
+                targets.append(sample.ids[t])
+                logprobs.append(sample.rollout_logprobs[t])
+                advantages.append(sample.advantage)
+                rows.append(row)
+                columns.append(column)
+                column += 1
+    return MicroBatch(
+        ids=ids, real=real, select=torch.tensor(select, dtype=torch.int64),
+        targets=torch.tensor(targets, dtype=torch.int64),
+        rollout_logprobs=torch.tensor(logprobs), advantages=torch.tensor(advantages),
+        rows=torch.tensor(rows, dtype=torch.int64), columns=torch.tensor(columns, dtype=torch.int64), samples=indices,
+    )

@@ -1,0 +1,102 @@
+"""Supervised warm-up on demonstrations: all parameters, experts on the MXFP4 grid, stopped early on purpose.
+
+Only tokens the policy will have to choose enter the loss. The check is exact for deterministic tasks: a demonstration
+whose every chosen token is the model's argmax is what greedy decoding would write. The run's evaluation through engine
+and sandbox decides afterwards whether RL may start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from tidemill.core.errors import TrainError
+from tidemill.core.token_log import TokenLog
+from tidemill.model.balance import RouterBalance
+from tidemill.model.causal_lm import K3ForCausalLM
+from tidemill.model.layers import RoutedExperts
+from tidemill.train.config import WarmupSection
+from tidemill.train.samples import Sample, micro_batches
+
+RAMP_STEPS = 10
+"""Steps of linear learning-rate warm-up."""
+MICRO_BATCH_TOKENS = 8192
+
+Source = Callable[[int, int], Sequence[TokenLog]]
+"""(step, count) -> demonstrations; a pure function of its arguments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmupReport:
+    """How the warm-up ended. `accuracy` is the share of dev demonstrations greedy decoding would write."""
+
+    steps: int
+    loss: float
+    accuracy: float
+    stopped_early: bool
+    tokens: int
+
+
+def warm_up(model: K3ForCausalLM, settings: WarmupSection, *, episodes: Source, drills: Source | None,
+            dev: Sequence[TokenLog], progress: Callable[[int, float, float], None]) -> WarmupReport:
+    """Train `model` in place until dev accuracy reaches settings.stop_at or max_steps are done.
+
+    progress(step, loss, last accuracy) is called after each step. Raises TrainError on a non-finite loss.
+    """
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            module.fake_quant = True
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.98),
+                                  weight_decay=settings.weight_decay, foreach=True)
+    balance = RouterBalance(model)
+    accuracy, loss, tokens = 0.0, math.nan, 0
+    for step in range(1, settings.max_steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = settings.lr * min(1.0, step / RAMP_STEPS)
+        logs = list(episodes(step, settings.episodes))
+        if drills is not None and settings.drills:
+            logs += drills(step, settings.drills)
+        loss = _step(model, optimizer, balance, [Sample.from_log(log, 0.0) for log in logs])
+        tokens += sum(len(log) for log in logs)
+        if not math.isfinite(loss):
+            raise TrainError(f"warm-up step {step}: the loss is not finite", remedy="Lower warmup.lr.")
+        if step % settings.check_every == 0:
+            accuracy = demonstrated_accuracy(model, dev)
+        progress(step, loss, accuracy)
+        if accuracy >= settings.stop_at:
+            return WarmupReport(steps=step, loss=loss, accuracy=accuracy, stopped_early=True, tokens=tokens)
+    return WarmupReport(steps=settings.max_steps, loss=loss, accuracy=accuracy, stopped_early=False, tokens=tokens)
+
+
+def _step(model: K3ForCausalLM, optimizer: torch.optim.Optimizer, balance: RouterBalance,
+          samples: Sequence[Sample]) -> float:
+    """One optimizer step of mean cross-entropy over all chosen tokens."""
+    optimizer.zero_grad(set_to_none=True)
+    total = sum(s.num_sampled for s in samples)
+    loss = 0.0
+    for batch in micro_batches(samples, max_tokens=MICRO_BATCH_TOKENS):
+        balance.mask = batch.real
+        logits = model(batch.ids, select=batch.select, observer=balance)
+        part = F.cross_entropy(logits.float(), batch.targets, reduction="sum") / total
+        part.backward()
+        loss += float(part.detach())
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=False)
+    if math.isfinite(loss):
+        optimizer.step()
+        balance.apply()
+    return loss
+
+
+@torch.no_grad()
+def demonstrated_accuracy(model: K3ForCausalLM, logs: Sequence[TokenLog]) -> float:
+    """Share of logs whose every chosen token is the model's argmax."""
+    right = 0
+    for batch in micro_batches([Sample.from_log(log, 0.0) for log in logs], max_tokens=MICRO_BATCH_TOKENS):
+        hits = (model(batch.ids, select=batch.select).argmax(-1) == batch.targets).float()
+        spread, mask = batch.spread(hits)
+        right += int((spread.sum(-1) == mask.sum(-1)).sum())
+    return right / max(1, len(logs))
