@@ -192,7 +192,7 @@ def test_forward_equals_the_reference(name: str) -> None:
         assert (exact[b] - want).norm() / want.norm() < 1e-9
         # In fp32 a few rows lose more (o_norm divides by a read-out that nearly cancelled); the typical row must not.
         error = (logits[b].double() - want).norm(dim=-1) / want.norm(dim=-1)
-        assert error.median() < 1e-5
+        assert error.median() < 2e-5
         assert (logits[b].double() - want).norm() / want.norm() < 1e-4
 
 

@@ -96,8 +96,8 @@ def _pairs(q: Tensor, k: Tensor, G: Tensor, lower_bound: float | None) -> tuple[
         ratio = (G.unsqueeze(3) - G.unsqueeze(2)).clamp_max(0.0).exp() * k.unsqueeze(2)
         rows = torch.cat([(k.unsqueeze(3) * ratio).sum(-1), (q.unsqueeze(3) * ratio).sum(-1)], dim=2)
         return rows, k_decayed
-    # The anchor depends on the first row alone (causality). The power of two centres the factors in fp32's range, exactly:
-    # adding the constant inside exp instead would round every exponent at its size.
+    # The anchor depends on the first row alone (causality). The power of two centres the factors in fp32's range,
+    # exactly: adding the constant inside exp instead would round every exponent at its size.
     offset = G - G[:, :, :1]
     centre = 2.0 ** round(-0.5 * (G.shape[2] - 1) * lower_bound / math.log(2.0))
     up = offset.exp() * centre

@@ -1,9 +1,9 @@
 """Absorbed attention with the rows of a sequence taken in tiles, so that a prefill reads each page once per tile.
 
-The arithmetic of `absorbed`, item by item: one work item per (tile, page), local softmax sums, online merge in page order.
-A tile is the rows of one sequence whose positions share position // tile_tokens, where tile_tokens divides the page: all
-its rows attend to the same pages, so no item is ever wholly masked. Rows of a tile times heads are padded to a multiple of
-16, hence the bits of a row do not depend on how many rows of its tile are present, nor on tile_tokens.
+The arithmetic of `absorbed`, item by item: one work item per (tile, page), local softmax sums, online merge in page
+order. A tile is the rows of one sequence whose positions share position // tile_tokens, where tile_tokens divides the
+page: all its rows attend to the same pages, so no item is ever wholly masked. Rows of a tile times heads are padded
+to a multiple of 16, hence the bits of a row do not depend on how many rows of its tile are present, nor on tile_tokens.
 """
 
 from __future__ import annotations
