@@ -210,13 +210,16 @@ def test_every_step_of_every_operation_can_be_the_last(action: str, fail_once: b
         service.values = {other: None, sandbox: None}
         for name, value in ((other, 1), (sandbox, 2)):
             service.remember_value(name, value)
+        service.run(service.usage.write_file(sandbox, "/f", b"", mode=0o644))
         if action == "resume":
             service.run(service.orchestrator.pause(sandbox))
         world = service.world
         world.steps_left, world.fail_once = steps, fail_once
+        refused = False
         try:
             service.run(service.attempt(action, sandbox))
         except (Killed, SandboxError):
+            refused = True
             assert world.hits
         world.steps_left = None
         if fail_once:
@@ -230,10 +233,14 @@ def test_every_step_of_every_operation_can_be_the_last(action: str, fail_once: b
             service.check_value(sandbox)
         if sandbox in alive and action in ("pause", "resume"):
             if alive[sandbox].row.state is S.PAUSED:
+                assert fail_once or action == "pause" or steps == 0  # an intent to resume is carried out
                 service.run(service.orchestrator.resume(sandbox))
             service.check_value(sandbox)
         if action in ("create", "fork") or (action != "kill" and not world.hits):
             assert sandbox in alive
+        if action in ("reset", "replace") and sandbox in alive and (not refused or (not fail_once and steps >= 2)):
+            box = world.machine.boxes[alive[sandbox].row.runtime_id]
+            assert (box.files, box.processes) == ({}, {})  # done, or begun and so repeated
         if not fail_once and action in ("pause", "resume"):
             assert sandbox in alive
         for child in set(alive) - {other, sandbox}:

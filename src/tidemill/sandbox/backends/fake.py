@@ -49,8 +49,9 @@ class FakeBox:
 class FakeMachine:
     """What outlives the service: guests by name, and the faults to inject.
 
-    `fault` is called with the point's name (create, exec, run, pause, resume, fork, fork_child, reset, kill, attach, destroy)
-    and may raise, or return "full" at `reset` to ask for a full one.
+    `fault` is called with the point's name (create, started, exec, run, open_session, pause, resume, fork, fork_child, reset,
+    kill, attach, destroy) before the effect, and may raise, or return "full" at `reset` to ask for a full one. Raising at
+    `started` leaves a box behind, as a backend whose own cleaning up fails.
     """
 
     boxes: dict[str, FakeBox] = field(default_factory=dict[str, FakeBox])
@@ -259,6 +260,7 @@ class FakeBackend:
         await asyncio.sleep(self.machine.delay_s)
         self.machine.fault("create")
         box = self.machine.boxes[runtime_id] = FakeBox(template=template)
+        self.machine.fault("started")
         box.running.set()
         return FakeGuest(self.machine, runtime_id)
 
