@@ -109,15 +109,16 @@ class AdapterStore:
     def begin(self, manifest: AdapterManifest, config: AdapterConfig, num_chunks: int) -> None:
         """Open the shadow slot for version `manifest.version`.
 
-        Raises BusyError (a sync is open), StaleVersionError, IntegrityError (another base, targets unknown or other than
-        those served, another configuration than the manifest's), CapacityError (rank), ManifestError (empty, no chunks,
-        tensors that do not fit the targets).
+        Raises BusyError (a sync is open), StaleVersionError, IntegrityError (another base, targets unknown or other
+        than those served, another configuration than the manifest's), CapacityError (rank), ManifestError (empty, no
+        chunks, tensors that do not fit the targets).
         """
         if self._sync is not None:
             raise BusyError(f"a sync of version {self._sync.manifest.version} is open", remedy="Commit or abort it.")
         manifest.verify()
         if manifest.version <= self.version:
-            raise StaleVersionError(f"adapter version {manifest.version} is not newer than version {self.version} served")
+            raise StaleVersionError(f"adapter version {manifest.version} is not newer than version {self.version} "
+                                    "served")
         if manifest.base_digest != self._base_digest:
             raise IntegrityError(f"the adapter was made for base {manifest.base_digest}, this engine serves "
                                  f"{self._base_digest}")
@@ -125,7 +126,8 @@ class AdapterStore:
             raise ManifestError(f"num_chunks = {num_chunks}: a sync without chunks is never valid")
         lora = self._check_config(manifest, config)
         self._check_tensors(manifest, lora)
-        self._sync = _Sync(manifest, lora, num_chunks, Slot(self._text, lora), {t.name: t for t in manifest.tensors}, [])
+        wanted = {t.name: t for t in manifest.tensors}
+        self._sync = _Sync(manifest, lora, num_chunks, Slot(self._text, lora), wanted, [])
 
     def chunk(self, index: int, names: Sequence[str], data: bytes) -> None:
         """Take chunk `index`: the tensors `names` one after another without gaps.
@@ -143,8 +145,8 @@ class AdapterStore:
     def commit(self, version: int) -> str:
         """Serve the received adapter; returns the digest of the manifest made from what was received.
 
-        Raises BusyError if no sync is open; ManifestError if chunks or tensors are missing or the version is another, and
-        the sync is dropped.
+        Raises BusyError if no sync is open; ManifestError if chunks or tensors are missing or the version is another,
+        and the sync is dropped.
         """
         sync, self._sync = self._require_sync(), None
         if version != sync.manifest.version:
@@ -182,8 +184,8 @@ class AdapterStore:
             raise CapacityError(f"adapter rank {lora.rank} is above max_lora_rank = {self._max_rank}", field="rank",
                                 remedy="Start the engine with a larger max_lora_rank.")
         if manifest.config_digest != lora.digest:
-            raise IntegrityError(f"adapter v{manifest.version}: config_digest {manifest.config_digest} is not that of the "
-                                 f"configuration given ({lora.digest})")
+            raise IntegrityError(f"adapter v{manifest.version}: config_digest {manifest.config_digest} is not that of "
+                                 f"the configuration given ({lora.digest})")
         return lora
 
     def _check_tensors(self, manifest: AdapterManifest, lora: LoraConfig) -> None:
@@ -200,8 +202,8 @@ class AdapterStore:
         for name, shape in shapes.items():
             entry = listed[name]
             if (entry.dtype, entry.shape) != (lora.dtype, shape):
-                raise ManifestError(f"adapter v{manifest.version}: {name} is {entry.dtype} {list(entry.shape)}, expected "
-                                    f"{lora.dtype} {list(shape)}")
+                raise ManifestError(f"adapter v{manifest.version}: {name} is {entry.dtype} {list(entry.shape)}, "
+                                    f"expected {lora.dtype} {list(shape)}")
             if entry.nbytes != torch.Size(shape).numel() * itemsize:
                 raise ManifestError(f"adapter v{manifest.version}: {name} is listed with {entry.nbytes} bytes")
 

@@ -1,8 +1,9 @@
 """The index arrays of one forward over rows of many sequences, built with numpy and no Python loop over tokens.
 
-Rows are ordered by token index first: row (j, i) is the j-th new token of the i-th sequence, sequences sorted by falling
-number of new tokens. So the sequences that still have a j-th token are the first `active[j]`, their rows lie together, and
-the recurrence over j works on contiguous slices. The order of rows never changes a row's bits; it only makes them cheap.
+Rows are ordered by token index first: row (j, i) is the j-th new token of the i-th sequence, sequences sorted by
+falling number of new tokens. So the sequences that still have a j-th token are the first `active[j]`, their rows lie
+together, and the recurrence over j works on contiguous slices. The order of rows never changes a row's bits; it only
+makes them cheap.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Async clients of an engine: one base class that keeps track of calls, and the engine embedded in a thread.
 
-The client side is thread-safe and not tied to one event loop: each call notes the loop it was made on and its answers are
-delivered there, so a program may run several loops one after another.
+The client side is thread-safe and not tied to one event loop: each call notes the loop it was made on and its answers
+are delivered there, so a program may run several loops one after another.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ class MemoryPlan:
 def plan_memory(
     config: EngineConfig, *, slot_bytes: int, page_bytes: int, available: Callable[[], tuple[int, str]],
 ) -> MemoryPlan:
-    """Derive slots and pages. `slot_bytes` and `page_bytes` are the model's cost of one slot and one page over all layers;
-    `available()` gives (free bytes, where that number comes from) and is asked only for `pool_bytes: auto`.
+    """Derive slots and pages. `slot_bytes` and `page_bytes` are the model's cost of one slot and one page over all
+    layers; `available()` gives (free bytes, where that number comes from) and is asked only for `pool_bytes: auto`.
 
     Raises CapacityError, with the arithmetic and what to change, if all slots, one page for each and one sequence of
     max_model_len do not fit.

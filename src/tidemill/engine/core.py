@@ -1,7 +1,8 @@
 """EngineCore: tokens in, tokens out. Synchronous, owned by one thread, no asyncio and no sockets inside.
 
-Give it messages with `submit`, then call `step` until it has no work; replies come out of `step`. Everything a reply says
-was done before the reply was made. The walk of a generation: submit -> scheduler -> batch -> runner -> sampler -> log.
+Give it messages with `submit`, then call `step` until it has no work; replies come out of `step`. Everything a reply
+says was done before the reply was made. The walk of a generation: submit -> scheduler -> batch -> runner -> sampler
+-> log.
 """
 
 from __future__ import annotations

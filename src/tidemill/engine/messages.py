@@ -1,7 +1,7 @@
 """What goes into an engine's inbox and what comes out. Plain dataclasses: the same for a thread and for a socket.
 
-Every message carries the `call_id` its answers refer to. A call ends with exactly one final Reply (`Result` or `Failure`);
-a streamed generation has Token replies before it.
+Every message carries the `call_id` its answers refer to. A call ends with exactly one final Reply (`Result` or
+`Failure`); a streamed generation has Token replies before it.
 """
 
 from __future__ import annotations

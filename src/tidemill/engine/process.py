@@ -1,9 +1,9 @@
 """The engine in a process of its own, behind a unix socket, and the client that starts it.
 
-The parent listens in a private folder, starts `python -m tidemill.engine.process`, and the child connects: its first reply
-is EngineInfo, or the error that kept it from starting. The child ends when the socket closes, so it cannot outlive its
-parent (which the launcher also makes sure of). Both ends read and write in threads of their own; the child's main thread
-does nothing but the engine's loop.
+The parent listens in a private folder, starts `python -m tidemill.engine.process`, and the child connects: its first
+reply is EngineInfo, or the error that kept it from starting. The child ends when the socket closes, so it cannot
+outlive its parent (which the launcher also makes sure of). Both ends read and write in threads of their own; the
+child's main thread does nothing but the engine's loop.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ class FrameSocket:
 class SpawnedEngine(InboxClient):
     """An engine process started by this one. Close it, or use it as an async context manager.
 
-    Start it from a thread that lives as long as the engine should: on Linux a child's parent is the thread that made it.
+    Start it from a thread that lives as long as the engine should: on Linux a child's parent is the thread that made
+    it.
     """
 
     def __init__(self, spec: EngineSpec, launcher: Launcher) -> None:

@@ -99,6 +99,6 @@ class Request:
         return Completion(
             request_id=self.request_id, ids=tuple(self.ids), logprobs=tuple(self.logprobs),
             model_logprobs=tuple(self.model_logprobs), versions=tuple(self.versions), finish_reason=reason,
-            prompt_tokens=self.prompt_end, cached_tokens=max(0, self.cached), top=tuple(self.top), prompt_logprobs=scores,
-            error=error,
+            prompt_tokens=self.prompt_end, cached_tokens=max(0, self.cached), top=tuple(self.top),
+            prompt_logprobs=scores, error=error,
         )

@@ -1,15 +1,14 @@
 """One forward over the flat rows of many sequences, from token ids to the last hidden states.
 
-Obeys the numerics contract (docs/numerics.md): every product over rows is padded to 16, KDA is the per-token recurrence in
-every phase, MLA is absorbed and walks absolute pages in every phase, sums over experts, sources and pages run in an order
-known from the row alone. So a row's bits depend on its token, its position and its own past only. Knows no requests: a
-Batch says which rows belong to which slot and pages.
+Obeys the numerics contract (docs/numerics.md): every product over rows is padded to 16, KDA is the per-token
+recurrence in every phase, MLA is absorbed and walks absolute pages in every phase, sums over experts, sources and
+pages run in an order known from the row alone. So a row's bits depend on its token, its position and its own past
+only. Knows no requests: a Batch says which rows belong to which slot and pages.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.engine.adapters import LiveAdapter
@@ -29,7 +28,8 @@ REVISION = "torch-rows/1"
 
 
 class Runner:
-    """Computes on weights and pools it does not own. Mutates the pools: states, taps and latents of the batch's rows."""
+    """Computes on weights and pools it does not own. Mutates the pools: states, taps and latents of the batch's
+    rows."""
 
     def __init__(self, weights: EngineWeights, pools: Pools, page_table: Tensor) -> None:
         """`page_table[num_slots, pages_per_sequence]` int64 is read at each forward."""
@@ -78,8 +78,9 @@ class Runner:
     def _plan_tiles(self, batch: Batch) -> mla.TilePlan:
         """Attention's work items, the same for every MLA layer: each row sees its past and itself."""
         tokens = mla.tokens_per_tile(self._c.num_attention_heads, len(batch.active))
-        return mla.plan_tiles(self._page_table.index_select(0, batch.slots), batch.starts, torch.from_numpy(batch.counts),
-                              batch.row_sequence, batch.positions, tokens)
+        table = self._page_table.index_select(0, batch.slots)
+        return mla.plan_tiles(table, batch.starts, torch.from_numpy(batch.counts), batch.row_sequence,
+                              batch.positions, tokens)
 
     def _kda(self, index: int, w: KdaWeights, x: Tensor, batch: Batch, lora: LayerAdapter | None) -> Tensor:
         heads, dim, width = self._linear.num_heads, self._linear.head_dim, self._linear.width

@@ -1,11 +1,13 @@
 """From logits to tokens for the rows of one step, each by its own request's parameters.
 
 A row's token and log-probs are a function of its logits, its request's parameters and history, and (seed, sequence,
-position): never of the other rows. Order: non-finite test, then bias, penalties and masks, then temperature and filters.
+position): never of the other rows. Order: non-finite test, then bias, penalties and masks, then temperature and
+filters.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -158,5 +160,5 @@ def _changes(request: Request) -> dict[int, float]:
     for token, count in request.counts.items():
         amounts[token] = amounts.get(token, 0.0) - count * params.frequency_penalty - params.presence_penalty
     if len(request.ids) < params.min_tokens:
-        amounts.update(dict.fromkeys(params.stop_token_ids, -torch.inf))
+        amounts |= dict.fromkeys(params.stop_token_ids, -math.inf)
     return amounts

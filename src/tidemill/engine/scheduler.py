@@ -1,10 +1,10 @@
 """Which rows the next forward computes: continuous batching, first come first served.
 
-One step mixes decode rows and prefill chunks under `max_batched_tokens`. Order of service is arrival order everywhere:
-running requests first, then the head of the queue (nobody overtakes it). A request enters only if a state slot and pages
-for all its known tokens can be had together. If a running request needs a page and none can be evicted, the youngest
-running request loses its residency and waits again; since its log is complete it later computes the same bits. The oldest
-request can therefore always finish: the plan holds at least one sequence of maximal length.
+One step mixes decode rows and prefill chunks under `max_batched_tokens`. Order of service is arrival order
+everywhere: running requests first, then the head of the queue (nobody overtakes it). A request enters only if a state
+slot and pages for all its known tokens can be had together. If a running request needs a page and none can be
+evicted, the youngest running request loses its residency and waits again; since its log is complete it later computes
+the same bits. The oldest request can therefore always finish: the plan holds at least one sequence of maximal length.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A base model's weights as the runner wants them: views of the read-only base, and derived buffers made from it.
 
-Derived: packed experts decoded, narrow projections of one input laid side by side (so that one product serves them all),
-MLA's kv_b split into its absorbed halves, residual queries multiplied out. They depend on the base only, never on an
-adapter, are made at load, dropped by sleep and made again by wake.
+Derived: packed experts decoded, narrow projections of one input laid side by side (so that one product serves them
+all), MLA's kv_b split into its absorbed halves, residual queries multiplied out. They depend on the base only, never
+on an adapter, are made at load, dropped by sleep and made again by wake.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ class EngineWeights:
         prefix = f"model.layers.{index}."
         get = self.source.tensor
         return LayerWeights(
-            input_norm=get(prefix + "input_layernorm.weight"), post_norm=get(prefix + "post_attention_layernorm.weight"),
+            input_norm=get(prefix + "input_layernorm.weight"),
+            post_norm=get(prefix + "post_attention_layernorm.weight"),
             attn_query=self._query(prefix + "self_attention_res"), ffn_query=self._query(prefix + "mlp_res"),
             attention=(self._mla if index in self.model.mla_layers else self._kda)(prefix + "self_attn."),
             ffn=self._moe(prefix + "block_sparse_moe.") if index in self.model.moe_layers

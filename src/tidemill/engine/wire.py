@@ -1,8 +1,9 @@
 """Messages and replies as bytes on a stream socket.
 
-A frame is two little-endian u32 lengths, a JSON header and a raw payload: `len(header) | len(payload) | header | payload`.
-The header is {"kind": class name, "body": fields}; the payload is an adapter chunk's data. Errors travel as class name,
-message, remedy and extra fields, and come back as the same class. Floats keep every bit (shortest round-trip decimals).
+A frame is two little-endian u32 lengths, a JSON header and a raw payload: `len(header) | len(payload) | header |
+payload`. The header is {"kind": class name, "body": fields}; the payload is an adapter chunk's data. Errors travel as
+class name, message, remedy and extra fields, and come back as the same class. Floats keep every bit (shortest
+round-trip decimals).
 """
 
 from __future__ import annotations

@@ -13,7 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.core.engine_api import Completion, EngineClient, FinishReason, TokenEvent
+from tidemill.core.engine_api import (
+    Completion,
+    EngineClient,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TokenEvent,
+)
 from tidemill.core.errors import (
     BusyError,
     CapacityError,
@@ -44,10 +51,16 @@ def engine(request, bases):
 
 
 def generate_request(name: str, ids=(1, 2, 3), session=None, **sampling):
-    from tidemill.core.engine_api import GenerateRequest, SamplingParams
-
     return GenerateRequest(request_id=name, ids=tuple(ids), session_id=session,
                            sampling=SamplingParams(**({"max_tokens": 6, "seed": 1} | sampling)))
+
+
+async def running(engine: EngineClient) -> None:
+    """Return once a request runs."""
+    for _ in range(2000):
+        if (await engine.info()).stats["running"]:
+            return
+    raise AssertionError("nothing runs")
 
 
 def test_concurrent_calls_and_streams_agree(engine: EngineClient) -> None:
@@ -112,8 +125,7 @@ def test_cancelling_the_caller_aborts_the_request(engine: EngineClient) -> None:
 
     async def main() -> None:
         task = asyncio.create_task(engine.generate(generate_request("long", max_tokens=500)))
-        while not (await engine.info()).stats["running"]:
-            await asyncio.sleep(0.001)
+        await running(engine)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -130,8 +142,7 @@ def test_cancelling_the_caller_aborts_the_request(engine: EngineClient) -> None:
 def test_abort_ends_the_request_for_its_caller(engine: EngineClient) -> None:
     async def main() -> None:
         task = asyncio.create_task(engine.generate(generate_request("victim", max_tokens=500)))
-        while not (await engine.info()).stats["running"]:
-            await asyncio.sleep(0.001)
+        await running(engine)
         await engine.abort("victim")
         assert (await task).finish_reason is FinishReason.ABORT
         await engine.abort("victim")
@@ -192,8 +203,7 @@ def test_a_killed_engine_fails_its_callers_and_says_so(bases) -> None:
 
     async def main() -> None:
         task = asyncio.create_task(client.generate(generate_request("r", max_tokens=500)))
-        while not (await client.info()).stats["running"]:
-            await asyncio.sleep(0.001)
+        await running(client)
         os.kill(client.pid, signal.SIGKILL)
         with pytest.raises(EngineError, match="engine process"):
             await task

@@ -1,6 +1,6 @@
-"""The numerics contract as a property: tokens, log-probs and state bytes of a sequence do not depend on what else is in
-the batch, how its prompt is cut, whether it lost its residency, slept, or continued a session. And the check must notice
-when the engine is broken on purpose."""
+"""The numerics contract as a property: tokens, log-probs and state bytes of a sequence do not depend on what else is
+in the batch, how its prompt is cut, whether it lost its residency, slept, or continued a session. And the check must
+notice when the engine is broken on purpose."""
 
 from __future__ import annotations
 

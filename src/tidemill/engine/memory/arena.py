@@ -1,7 +1,7 @@
 """One anonymous mapping from which tensors are cut, whose memory can be given back and taken again in place.
 
-The C allocator may keep freed memory; a mapping of our own gives it back for certain (madvise), without invalidating the
-tensors cut from it: after `release` they read as zeros and their pages are taken again at the first write.
+The C allocator may keep freed memory; a mapping of our own gives it back for certain (madvise), without invalidating
+the tensors cut from it: after `release` they read as zeros and their pages are taken again at the first write.
 """
 
 from __future__ import annotations

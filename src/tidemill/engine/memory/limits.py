@@ -54,7 +54,8 @@ def _memberships(proc: Path) -> list[tuple[int, str, str]]:
 
 
 def _ancestors(root: Path, path: str) -> list[Path]:
-    """The group and its parents up to `root`. Inside a container the path may not exist below the mount: then `root`."""
+    """The group and its parents up to `root`. Inside a container the path may not exist below the mount: then
+    `root`."""
     folder = root / path.lstrip("/")
     chain = [folder, *folder.parents]
     return [p for p in chain if p == root or root in p.parents]

@@ -1,8 +1,8 @@
 """The tensors behind slots and pages: KDA states, convolution taps, MLA latents.
 
-State layout on the CPU: KDA state [slots, H, K, V] fp32 (keys first), taps [slots, 3, q|k|v channels] (oldest first), both
-per KDA layer; latents [pages, 64, normalised c | shared p] in the model's dtype per MLA layer. All are cut from one arena
-that sleep gives back to the system.
+State layout on the CPU: KDA state [slots, H, K, V] fp32 (keys first), taps [slots, 3, q|k|v channels] (oldest first),
+both per KDA layer; latents [pages, 64, normalised c | shared p] in the model's dtype per MLA layer. All are cut from
+one arena that sleep gives back to the system.
 """
 
 from __future__ import annotations

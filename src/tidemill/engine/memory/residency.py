@@ -1,8 +1,8 @@
 """Which sequence holds which state slot and pages. Decides who must give way; computes nothing and owns no tensors.
 
 A resident sequence is *pinned* while its request runs and *evictable* otherwise (an idle session, or one whose next
-request still waits). Evictable residency is a cache: it is dropped, least recently used first, whenever a pinned sequence
-needs room, and recomputed from the log later to the same bits.
+request still waits). Evictable residency is a cache: it is dropped, least recently used first, whenever a pinned
+sequence needs room, and recomputed from the log later to the same bits.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tidemill.engine.request import Sequence
 class Residency:
     """Slots, pages and the page table.
 
-    page_table[num_slots, pages_per_sequence] int64: page ids of the sequence in that slot; entries past its last page are 0.
-    `fresh_slots` and `fresh_pages` are places handed out and not yet cleared: the runner clears them before their first
-    use. `freed_slots` and `freed_pages` are places that became free since it last looked (for poisoning).
+    page_table[num_slots, pages_per_sequence] int64: page ids of the sequence in that slot; entries past its last page
+    are 0. `fresh_slots` and `fresh_pages` are places handed out and not yet cleared: the runner clears them before
+    their first use. `freed_slots` and `freed_pages` are places that became free since it last looked (for poisoning).
     """
 
     def __init__(self, plan: MemoryPlan) -> None:
