@@ -175,9 +175,13 @@ class LocalSandboxClient:
         return await self.make("POST", "/x/v1/sandboxes/batch", body)
 
     async def connect(self, sandbox_id: str) -> LocalSandbox:
-        sandbox = LocalSandbox(self, quote(sandbox_id, safe=""))
+        sandbox = self.handle(quote(sandbox_id, safe=""))
         await sandbox.info()
         return sandbox
+
+    def handle(self, sandbox_id: str) -> LocalSandbox:
+        """The sandbox with this id, without asking whether it exists."""
+        return LocalSandbox(self, sandbox_id)
 
     async def list(self, *, lease: str = "") -> Sequence[SandboxInfo]:
         found: list[SandboxInfo] = []
