@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
 from tidemill.core.engine_api import EngineClient
-from tidemill.core.errors import IntegrityError, TrainError
+from tidemill.core.errors import IntegrityError, ManifestError, TrainError
 from tidemill.core.files import write_json
 from tidemill.core.manifest import AdapterManifest
 from tidemill.model.lora import LoraConfig, build_manifest
-from tidemill.model.tensor_bytes import TensorFile, tensor_bytes, write_tensors
-
-Tamper = Callable[[int, bytes], bytes]
-"""For controls: (chunk index, bytes) -> bytes put on the wire instead."""
-
+from tidemill.model.tensor_bytes import tensor_bytes, write_tensors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
@@ -63,10 +59,9 @@ class SyncRefusedError(TrainError):
 class AdapterSync:
     """Pushes adapter versions 1, 2, ... of one base to one engine and keeps them under `folder`/vNNNN."""
 
-    def __init__(self, engine: EngineClient, lora: LoraConfig, *, base_digest: str, folder: Path, chunk_bytes: int,
-                 tamper: Tamper | None = None) -> None:
+    def __init__(self, engine: EngineClient, lora: LoraConfig, *, base_digest: str, folder: Path, chunk_bytes: int) -> None:
         self._engine, self._lora, self._base_digest = engine, lora, base_digest
-        self._folder, self._chunk_bytes, self._tamper = folder, chunk_bytes, tamper
+        self._folder, self._chunk_bytes = folder, chunk_bytes
         self.manifest: AdapterManifest | None = None
         """Manifest of the version last acknowledged by the engine."""
 
@@ -94,13 +89,14 @@ class AdapterSync:
         self._write(tensors, manifest)
         return await self._transfer(tensors, manifest, changed)
 
-    async def restore(self, version: int) -> SyncReport:
-        """Serve a version written earlier again (resume): the files are verified against their manifest first."""
-        folder = self._folder / f"v{version:04d}"
-        manifest = AdapterManifest.from_json(json.loads((folder / "manifest.json").read_text()))
-        file = TensorFile(folder / "adapter_model.safetensors")
-        tensors = {name: file.tensor(name) for name in file.names()}
-        return await self._transfer(tensors, manifest, manifest.count)
+    def resume_from(self, version: int) -> None:
+        """Go on after `version`, which an earlier attempt wrote: the next push is version + 1 and chains to it. Raises
+        ManifestError if its manifest is damaged."""
+        path = self._folder / f"v{version:04d}" / "manifest.json"
+        try:
+            self.manifest = AdapterManifest.from_json(json.loads(path.read_text()))
+        except (OSError, ValueError) as e:
+            raise ManifestError(f"cannot read {path}: {e}") from e
 
     async def _transfer(self, tensors: Mapping[str, Tensor], manifest: AdapterManifest, changed: int) -> SyncReport:
         started = time.monotonic()
@@ -136,7 +132,7 @@ class AdapterSync:
             for index, names in enumerate(plan):
                 data = b"".join(tensor_bytes(tensors[name]) for name in names)
                 largest = max(largest, len(data))
-                await self._engine.adapter_chunk(index, names, self._tamper(index, data) if self._tamper else data)
+                await self._engine.adapter_chunk(index, names, data)
             return await self._engine.commit_adapter(manifest.version), largest
         except BaseException:
             await self._engine.abort_adapter()
