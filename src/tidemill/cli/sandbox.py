@@ -1,8 +1,8 @@
 """`tidemill sandbox`: set up, run, create, exec, ls, rm, and the service behind them.
 
-Every command talks to the service of the state folder (TIDEMILL_STATE) and starts it in the background if none answers.
-Results go to stdout, everything else to stderr. `run` and `exec` pass the command's exit code on; 124 means that its deadline
-passed, 128+N that signal N ended it.
+Every command talks to the service of the state folder (TIDEMILL_STATE) and starts it in the background if
+none answers. Results go to stdout, everything else to stderr. `run` and `exec` pass the command's exit code
+on; 124 means that its deadline passed, 128+N that signal N ended it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WHOLE_COMMAND = {"allow_interspersed_args": False}
 """Options after the first word of the command belong to the command."""
 
 Template = Annotated[str, typer.Option("--template", "-t", help="Template to start from.")]
-BackendName = Annotated[str, typer.Option("--backend", "-b", help="gvisor (default) or unsafe (shares the host's kernel).")]
+BackendName = Annotated[str, typer.Option("--backend", "-b", help="gvisor (default) or unsafe (the host's kernel).")]
 Command = Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="Program and arguments.")]
 Timeout = Annotated[float, typer.Option("--timeout", help="Seconds the command may take.")]
 User = Annotated[str, typer.Option("--user", "-u", help="Who runs it inside: user or root.")]
@@ -247,8 +247,8 @@ async def _client() -> AsyncIterator[LocalSandboxClient]:
 
 
 def _info_json(info: SandboxInfo) -> dict[str, Any]:
-    return {"sandbox_id": info.sandbox_id, "state": info.state.value, "template": info.template, "backend": info.backend,
-            "lease": info.lease, "parent_id": info.parent_id, "generation": info.generation,
+    return {"sandbox_id": info.sandbox_id, "state": info.state.value, "template": info.template,
+            "backend": info.backend, "lease": info.lease, "parent_id": info.parent_id, "generation": info.generation,
             "created_at": info.created_at, "expires_at": info.expires_at, "metadata": dict(info.metadata)}
 
 

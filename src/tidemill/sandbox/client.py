@@ -1,8 +1,8 @@
 """LocalSandboxClient: the service on this machine behind the protocols of tidemill.core.sandbox_api.
 
-One call is one request on a kept connection. Errors come back as the classes the service raised. A cancelled command is ended
-in the guest; a cancelled create ends what it made. Leases named in `create` are registered for this process, so that their
-sandboxes end with it even if it is killed.
+One call is one request on a kept connection. Errors come back as the classes the service raised. A cancelled
+command is ended in the guest; a cancelled create ends what it made. Leases named in `create` are registered
+for this process, so that their sandboxes end with it even if it is killed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from tidemill.core.errors import NotFoundError, SandboxDiedError, TidemillError
 from tidemill.core.launcher import start_time
-from tidemill.core.sandbox_api import Capabilities, ExecResult, SandboxInfo, SandboxState
+from tidemill.core.sandbox_api import Capabilities, ExecResult, Sandbox, SandboxInfo, SandboxState
 from tidemill.sandbox.api.errors import error_from_answer, error_from_body
 from tidemill.sandbox.wire import Address, Answer, ConnectionPool
 
@@ -74,9 +74,11 @@ class LocalSandbox:
     async def info(self) -> SandboxInfo:
         return _info(await self.client.call("GET", self._path))
 
-    async def exec(self, argv: Sequence[str], *, stdin: bytes = b"", env: Mapping[str, str] | None = None, cwd: str = "",
-                   user: str = "user", timeout_s: float = 30.0, max_output_bytes: int = 1 << 20) -> ExecResult:
-        body: dict[str, Any] = {"argv": list(argv), "timeout": timeout_s, "maxOutputBytes": max_output_bytes, "user": user}
+    async def exec(self, argv: Sequence[str], *, stdin: bytes = b"", env: Mapping[str, str] | None = None,
+                   cwd: str = "", user: str = "user", timeout_s: float = 30.0,
+                   max_output_bytes: int = 1 << 20) -> ExecResult:
+        body: dict[str, Any] = {"argv": list(argv), "user": user, "timeout": timeout_s,
+                                "maxOutputBytes": max_output_bytes}
         if stdin:
             body["stdin"] = base64.b64encode(stdin).decode()
         if env:
@@ -112,11 +114,11 @@ class LocalSandbox:
         """It ends `timeout_s` from now."""
         await self.client.call("POST", f"{self._path}/timeout", {"timeout": timeout_s})
 
-    async def fork(self, n: int = 1) -> list[LocalSandbox]:
+    async def fork(self, n: int = 1) -> list[Sandbox]:
         """As the protocol; if some copies fail, the others are ended and the first error is raised."""
         made = await self.try_fork(n)
-        good = [m for m in made if isinstance(m, LocalSandbox)]
-        bad = [m for m in made if not isinstance(m, LocalSandbox)]
+        good: list[Sandbox] = [m for m in made if isinstance(m, LocalSandbox)]
+        bad = [m for m in made if isinstance(m, TidemillError)]
         if bad:
             await asyncio.gather(*(m.kill() for m in good))
             raise bad[0]
@@ -226,8 +228,9 @@ class LocalSandboxClient:
         query = f"?backend={quote(backend, safe='')}" if backend else ""
         record = await self.call("GET", f"/x/v1/capabilities{query}", timeout_s=_LIFE_S)
         return Capabilities(
-            backend=record["backend"], isolation=record["isolation"], pause=record["pause"], snapshot=record["snapshot"],
-            fork=record["fork"], cow_memory=record["cowMemory"], external_tcp=record["externalTcp"],
+            backend=record["backend"], isolation=record["isolation"], pause=record["pause"],
+            snapshot=record["snapshot"], fork=record["fork"], cow_memory=record["cowMemory"],
+            external_tcp=record["externalTcp"],
             survives_daemon=record["survivesDaemon"], detail=record["detail"])
 
     async def health(self) -> dict[str, Any]:
@@ -235,7 +238,8 @@ class LocalSandboxClient:
         return await self.call("GET", "/health", timeout_s=10.0)
 
     async def join_lease(self, lease: str, *, ttl_s: float | None = None, own: bool = True) -> dict[str, Any]:
-        """Register a lease, for this process if `own`; {how, sandboxes, ...}. With `ttl_s` call `heartbeat` more often."""
+        """Register a lease, for this process if `own`; {how, sandboxes, ...}. With `ttl_s` call `heartbeat`
+        more often."""
         body: dict[str, Any] = {"lease": lease}
         if own:
             body |= {"ownerPid": os.getpid(), "ownerStart": start_time(os.getpid())}
@@ -273,7 +277,7 @@ class LocalSandboxClient:
     async def _make(self, method: str, target: str, body: Any) -> list[LocalSandbox | TidemillError]:
         made = await self.call(method, target, body, timeout_s=_LIFE_S)
         items = cast("list[dict[str, Any]]", made if isinstance(made, list) else [{"sandbox": made}])
-        return [LocalSandbox(self, item["sandbox"]["sandboxID"]) if "sandbox" in item else error_from_body(item["error"])
+        return [self.handle(item["sandbox"]["sandboxID"]) if "sandbox" in item else error_from_body(item["error"])
                 for item in items]
 
     async def _undo(self, task: asyncio.Task[list[LocalSandbox | TidemillError]]) -> None:
@@ -316,7 +320,7 @@ def _result(raw: Mapping[str, Any]) -> ExecResult:
 
 def _info(raw: Mapping[str, Any]) -> SandboxInfo:
     return SandboxInfo(
-        sandbox_id=raw["sandboxID"], template=raw["templateID"], backend=raw["backend"], state=SandboxState(raw["phase"]),
-        lease=raw["lease"], parent_id=raw["parentID"], generation=raw["generation"],
+        sandbox_id=raw["sandboxID"], template=raw["templateID"], backend=raw["backend"],
+        state=SandboxState(raw["phase"]), lease=raw["lease"], parent_id=raw["parentID"], generation=raw["generation"],
         created_at=datetime.fromisoformat(raw["startedAt"]).timestamp(),
         expires_at=datetime.fromisoformat(raw["endAt"]).timestamp(), metadata=raw["metadata"])

@@ -1,8 +1,8 @@
 """The sandbox service as a process: `python -m tidemill.sandbox.daemon --state DIR`.
 
-SIGTERM and SIGINT stop it in order. With --detach it goes into the background and the command returns once it answers (or
-has failed, with its message on stderr), its log going to daemon.log in the state folder. Exit codes: 0 stopped or started, 2
-wrong arguments or missing set-up, 3 another service holds the state folder.
+SIGTERM and SIGINT stop it in order. With --detach it goes into the background and the command returns once it
+answers (or has failed, with its message on stderr), its log going to daemon.log in the state folder. Exit
+codes: 0 stopped or started, 2 wrong arguments or missing set-up, 3 another service holds the state folder.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def serve(config: ServiceConfig, backends: Sequence[Backend], *, ready: in
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     env = read_environment()
-    parser = argparse.ArgumentParser(prog="tidemill.sandbox.daemon", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(prog="tidemill.sandbox.daemon", description="The sandbox service as a process.")
     parser.add_argument("--state", type=Path, default=env.state_dir, help="state folder (TIDEMILL_STATE)")
     parser.add_argument("--cache", type=Path, default=env.cache_dir, help="runtimes and templates (TIDEMILL_CACHE)")
     parser.add_argument("--backend", default="gvisor", help=f"default backend: {', '.join(NAMES)}")
@@ -62,8 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ready: int | None = None
     try:
         config = ServiceConfig(
-            state_dir=args.state.absolute(), cache_dir=args.cache.absolute(), backend=args.backend, heavy_slots=args.workers,
-            max_sandboxes=args.max_sandboxes, lease_grace_s=args.lease_grace, keep_on_stop=args.on_stop == "keep",
+            state_dir=args.state.absolute(), cache_dir=args.cache.absolute(), backend=args.backend,
+            heavy_slots=args.workers, max_sandboxes=args.max_sandboxes, lease_grace_s=args.lease_grace,
+            keep_on_stop=args.on_stop == "keep",
             port=args.port, api_key=args.api_key_file.read_text().strip() if args.api_key_file else "")
         make_backend(args.backend, state_dir=config.state_dir, cache_dir=config.cache_dir)
         if args.detach:
@@ -71,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             ready, code = _detach(config.log)
             if ready is None:
                 return code
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr,
+                            format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         backends = [make_backend(name, state_dir=config.state_dir, cache_dir=config.cache_dir) for name in NAMES]
         asyncio.run(serve(config, backends, ready=ready))
     except (TidemillError, OSError) as e:
@@ -84,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _detach(log: Path) -> tuple[int | None, int]:
-    """Fork. In the child: a session of its own, output to `log`; returns the descriptor on which to report. In the parent:
-    waits for the report, prints what went wrong, and returns the exit code."""
+    """Fork. In the child: a session of its own, output to `log`; returns the descriptor on which to report.
+    In the parent: waits for the report, prints what went wrong, and returns the exit code."""
     receive, report = os.pipe()
     child = os.fork()
     if child:

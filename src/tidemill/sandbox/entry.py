@@ -1,7 +1,9 @@
-"""One living sandbox in the memory of the service: its row, its guest, its sessions, and who may touch it when.
+"""One living sandbox in the memory of the service: its row, its guest, its sessions, and who may touch it
+when.
 
-`lock` serialises operations on its life. `gate` is open while commands may start; an operation that changes what runs inside
-closes it. Commands already running are not waited for: a pause freezes them, a reset or kill ends them.
+`lock` serialises operations on its life. `gate` is open while commands may start; an operation that changes
+what runs inside closes it. Commands already running are not waited for: a pause freezes them, a reset or kill
+ends them.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ class Entry:
             self.lock.release()
 
     async def usable(self) -> Guest:
-        """The guest, once no operation is in the way. Raises BusyError (paused, or waited too long), SandboxDiedError."""
+        """The guest, once no operation is in the way. Raises BusyError (paused, or waited too long),
+        SandboxDiedError."""
         if not self.gate.is_set():
             try:
                 async with asyncio.timeout(WAIT_S):

@@ -1,8 +1,9 @@
 """Leases: groups of sandboxes that end with their owner.
 
-An owner is a process, known by pid and start time so that a later process with the same pid is never taken for it, or a
-caller that sends heartbeats, or both. When the owner is gone the lease is marked lost; after a grace period, in which a new
-process may take it over under the same name, its sandboxes are reaped by the service. Decides; kills nothing itself.
+An owner is a process, known by pid and start time so that a later process with the same pid is never taken
+for it, or a caller that sends heartbeats, or both. When the owner is gone the lease is marked lost; after a
+grace period, in which a new process may take it over under the same name, its sandboxes are reaped by the
+service. Decides; kills nothing itself.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Leases:
         Raises InputError if the owner does not run or nothing would ever end the lease.
         """
         if owner_pid is None and ttl_s is None:
-            raise InputError("a lease needs ownerPid, ttl or both: otherwise nothing would ever end it.", field="ownerPid")
+            raise InputError("a lease needs ownerPid, ttl or both: otherwise nothing would ever end it.",
+                             field="ownerPid")
         if owner_pid is not None:
             actual = self._process_start(owner_pid)
             if actual is None or owner_start not in (None, actual):
@@ -97,7 +99,8 @@ class Leases:
         return row.ttl_s is not None and self._clock.wall() > row.heartbeat_at + row.ttl_s
 
     def expired(self) -> list[LeaseRow]:
-        """Mark leases newly lost, unmark those found again, and return those lost for longer than the grace period."""
+        """Mark leases newly lost, unmark those found again, and return those lost for longer than the grace
+        period."""
         now = self._clock.wall()
         due: list[LeaseRow] = []
         for row in self.rows():

@@ -1,8 +1,8 @@
 """The life of a sandbox as data: states, operations, and the moves each may make.
 
-An operation is three moves at most: into the state held while it works (written to the store as the intent), and out of it
-to success or back (written as the result). Fork and reset work on a running sandbox without leaving `running`; their intent
-is the operation row alone. Knows neither backends nor the store.
+An operation is three moves at most: into the state held while it works (written to the store as the intent),
+and out of it to success or back (written as the result). Fork and reset work on a running sandbox without
+leaving `running`; their intent is the operation row alone. Knows neither backends nor the store.
 
         create                    pause                     resume
     ·  ───────▶ creating ─▶ running ───▶ pausing ─▶ paused ───▶ resuming ─▶ running
@@ -16,7 +16,7 @@ is the operation row alone. Knows neither backends nor the store.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from tidemill.core.errors import BusyError, SandboxDiedError, SandboxError
 from tidemill.core.sandbox_api import SandboxState
@@ -27,7 +27,7 @@ TRANSITIONAL = frozenset({S.CREATING, S.PAUSING, S.RESUMING, S.KILLING})
 """States held only while an operation works. Found at start of the service, they mean it was interrupted."""
 
 
-class Operation(str, Enum):
+class Operation(StrEnum):
     """What can be done to a sandbox's life."""
 
     CREATE = "create"
@@ -40,9 +40,11 @@ class Operation(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """From which states an operation may start (None: a sandbox not yet born), what it holds, and where it ends.
+    """From which states an operation may start (None: a sandbox not yet born), what it holds, and where it
+    ends.
 
-    `undone` is the state after a failure that left the sandbox as it was; a failure that harmed it always ends in `dead`.
+    `undone` is the state after a failure that left the sandbox as it was; a failure that harmed it always
+    ends in `dead`.
     """
 
     start: frozenset[SandboxState | None]
@@ -76,7 +78,8 @@ LEGAL: frozenset[tuple[SandboxState | None, SandboxState]] = _legal_moves()
 
 
 def check_move(sandbox_id: str, before: SandboxState | None, after: SandboxState) -> None:
-    """Raise SandboxError if the service itself tries a move that is not in the table (a defect, not a user's mistake)."""
+    """Raise SandboxError if the service itself tries a move that is not in the table (a defect, not a user's
+    mistake)."""
     if (before, after) not in LEGAL:
         raise SandboxError(f"{sandbox_id}: illegal move {before.value if before else 'unborn'} -> {after.value}")
 

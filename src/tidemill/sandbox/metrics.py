@@ -18,8 +18,10 @@ class Metrics:
                                 ["call"], buckets=_BUCKETS, registry=self.registry)
         self._failures = Counter("tidemill_sandbox_failures", "Failures of the service itself", ["where"],
                                  registry=self.registry)
-        self._reaped = Counter("tidemill_sandbox_reaped", "Sandboxes ended by the service", ["why"], registry=self.registry)
-        self._adopted = Counter("tidemill_sandbox_adopted", "Sandboxes found at start", ["result"], registry=self.registry)
+        self._reaped = Counter("tidemill_sandbox_reaped", "Sandboxes ended by the service", ["why"],
+                               registry=self.registry)
+        self._adopted = Counter("tidemill_sandbox_adopted", "Sandboxes found at start", ["result"],
+                                registry=self.registry)
         self._alive = Gauge("tidemill_sandbox_alive", "Living sandboxes", ["state"], registry=self.registry)
         self._heavy = Gauge("tidemill_sandbox_heavy", "Heavy operations", ["state"], registry=self.registry)
 

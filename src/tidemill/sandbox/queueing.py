@@ -1,8 +1,8 @@
 """Fair turns for heavy work: a bounded number of workers, handed out to leases in rotation.
 
-Starting, restoring and forking sandboxes is bound by the processor, so running more of them at once only makes all of them
-late. One lease that asks for 256 must not make another wait for all of those: each free worker goes to the next lease in
-turn, and within a lease to the oldest request.
+Starting, restoring and forking sandboxes is bound by the processor, so running more of them at once only
+makes all of them late. One lease that asks for 256 must not make another wait for all of those: each free
+worker goes to the next lease in turn, and within a lease to the oldest request.
 """
 
 from __future__ import annotations

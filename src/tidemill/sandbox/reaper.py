@@ -1,5 +1,5 @@
-"""Ends what nobody wants any more: sandboxes past their time, sandboxes of owners that are gone, and sandboxes whose end
-failed before. Also moves the store's log into its file and forgets old history.
+"""Ends what nobody wants any more: sandboxes past their time, sandboxes of owners that are gone, and
+sandboxes whose end failed before. Also moves the store's log into its file and forgets old history.
 
 One pass is quick and starts the ends as tasks, so a sandbox that resists delays no other.
 """
@@ -29,7 +29,8 @@ class Reaper:
         self._kept_house = orchestrator.clock.monotonic()
 
     async def run(self) -> None:
-        """A pass every `reap_interval_s`. A pass that fails (the store's disk is full) is logged and the next one comes."""
+        """A pass every `reap_interval_s`. A pass that fails (the store's disk is full) is logged and the next
+        one comes."""
         while True:
             await asyncio.sleep(self._orchestrator.config.reap_interval_s)
             try:

@@ -1,13 +1,14 @@
-"""What a new service does before it listens: find every sandbox the store says exists, and remove what it does not.
+"""What a new service does before it listens: find every sandbox the store says exists, and remove what it
+does not.
 
     row says            what is done                                                        afterwards
     creating            the start was interrupted: whatever exists is removed                dead
     killing             the end was interrupted: it is carried out                           dead
     running, resuming   attached and asked for a sign of life; continued if found frozen     running, else dead
     paused              attached; frozen again if found running                              paused, else dead
-    pausing             attached; as it is found                                             paused or running, else dead
-An interrupted reset is done again. An interrupted fork is undone by its children's rows. Then each backend removes every guest
-of this state folder that no living row names; guests of other folders are never touched.
+    pausing             attached; as it is found                                             as found, else dead
+An interrupted reset is done again. An interrupted fork is undone by its children's rows. Then each backend
+removes every guest of this state folder that no living row names; guests of other folders are never touched.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ S = SandboxState
 
 @dataclass(slots=True)
 class RecoveryReport:
-    """Ids by what happened to them. `unreachable`: their backend is not part of this service; rows are left as they are."""
+    """Ids by what happened to them. `unreachable`: their backend is not part of this service; rows are left
+    as they are."""
 
     adopted: list[str] = field(default_factory=list[str])
     dead: list[str] = field(default_factory=list[str])
@@ -76,7 +78,7 @@ async def _recover_one(orchestrator: Orchestrator, row: SandboxRow, report: Reco
         entry.doomed = row.reason or f"the service ended while it was {row.state.value}"
         report.undone.append(row.sandbox_id)
         orchestrator.metrics.adopted("undone")
-        await orchestrator.carry_out_end(entry, event="undone")
+        await orchestrator.endings.carry_out_end(entry, event="undone")
         return
     try:
         guest = await backend.attach(row.record)
@@ -88,7 +90,7 @@ async def _recover_one(orchestrator: Orchestrator, row: SandboxRow, report: Reco
         entry.doomed = f"not alive when the service started: {e.message}"
         report.dead.append(row.sandbox_id)
         orchestrator.metrics.adopted("dead")
-        await orchestrator.carry_out_end(entry, event="died")
+        await orchestrator.endings.carry_out_end(entry, event="died")
         return
     report.adopted.append(row.sandbox_id)
     orchestrator.metrics.adopted("alive")
@@ -103,7 +105,7 @@ async def _settle_state(orchestrator: Orchestrator, entry: Entry, guest: Guest) 
     state = S.PAUSED if guest.paused else S.RUNNING
     entry.row, _ = orchestrator.store.move(row, state, event="adopted")
     entry.waiting = orchestrator.store.sessions(row.sandbox_id)
-    await orchestrator.attach_sessions(entry, guest)
+    await orchestrator.changes.attach_sessions(entry, guest)
 
 
 async def _remove_orphans(orchestrator: Orchestrator, rows: list[SandboxRow], report: RecoveryReport) -> None:

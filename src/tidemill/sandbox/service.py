@@ -1,4 +1,5 @@
-"""One service from start to stop: lock, store, backends, recovery, reaper, HTTP, and everything given back in reverse.
+"""One service from start to stop: lock, store, backends, recovery, reaper, HTTP, and everything given back in
+reverse.
 
 The process around it (arguments, signals, going into the background) is tidemill.sandbox.daemon.
 """

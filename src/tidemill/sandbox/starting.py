@@ -1,7 +1,7 @@
 """`ensure_daemon`: a service that answers on a state folder, started in the background if there is none.
 
-Any number of processes may ask at once; the lock of the state folder decides which of the services they start stays, and
-all wait for that one.
+Any number of processes may ask at once; the lock of the state folder decides which of the services they start
+stays, and all wait for that one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ async def ensure_daemon(state_dir: Path, *, cache_dir: Path, options: Sequence[s
 
     options  further arguments for a service that has to be started; one that runs keeps its own
     argv     the command that starts a service in the background, instead of this package's own
-    Raises SetupError with what the starting service said, DeadlineError if none answers within `timeout_s` (a service that
-    has to find many sandboxes again takes its time).
+    Raises SetupError with what the starting service said, DeadlineError if none answers within `timeout_s` (a
+    service that has to find many sandboxes again takes its time).
     """
     config = ServiceConfig(state_dir=state_dir, cache_dir=cache_dir)
     deadline = time.monotonic() + timeout_s

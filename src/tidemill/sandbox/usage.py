@@ -1,7 +1,8 @@
 """Using a sandbox: commands, live sessions, files. The hot path: no row is written for a command or a run.
 
-A call that meets a dead guest starts its clean-up. A session whose run passed its deadline, was cancelled or broke is gone,
-as its process is. Results pass through as values; a non-zero exit, a deadline and cut output are not errors.
+A call that meets a dead guest starts its clean-up. A session whose run passed its deadline, was cancelled or
+broke is gone, as its process is. Results pass through as values; a non-zero exit, a deadline and cut output
+are not errors.
 """
 
 from __future__ import annotations
@@ -121,6 +122,6 @@ class Usage:
         except SandboxDiedError as e:
             # Only the guest that is current speaks for the sandbox: a reset may have replaced it meanwhile.
             if entry.guest is guest and entry.gate.is_set():
-                orchestrator.found_dead(entry, e)
+                orchestrator.endings.found_dead(entry, e)
             raise
         orchestrator.metrics.call(call, orchestrator.clock.monotonic() - started)

@@ -1,8 +1,10 @@
-"""A small HTTP/1.1 client over a unix socket or loopback TCP: keep-alive connections, whole bodies, nothing else.
+"""A small HTTP/1.1 client over a unix socket or loopback TCP: keep-alive connections, whole bodies, nothing
+else.
 
-A tool call is one request, and a general HTTP client costs 1.3 ms of processor time per request where this costs 0.13. It speaks
-to our own service only: answers carry Content-Length (or are 204), never chunks; there are no redirects, cookies or proxies.
-A connection carries one request at a time; a cancelled or late request closes its connection, which tells the service.
+A tool call is one request, and a general HTTP client costs 1.3 ms of processor time per request where this
+costs 0.13. It speaks to our own service only: answers carry Content-Length (or are 204), never chunks; there
+are no redirects, cookies or proxies. A connection carries one request at a time; a cancelled or late request
+closes its connection, which tells the service.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ def test_dead_is_reachable_from_everywhere_and_left_by_nothing() -> None:
 @pytest.mark.parametrize(("operation", "state"), list(itertools.product(Operation, S)))
 def test_every_operation_from_every_state(operation: Operation, state: S) -> None:
     starts = {
-        Operation.CREATE: set(), Operation.PAUSE: {S.RUNNING}, Operation.RESUME: {S.PAUSED}, Operation.FORK: {S.RUNNING},
-        Operation.RESET: {S.RUNNING}, Operation.KILL: set(S) - {S.DEAD},
+        Operation.CREATE: set(), Operation.PAUSE: {S.RUNNING}, Operation.RESUME: {S.PAUSED},
+        Operation.FORK: {S.RUNNING}, Operation.RESET: {S.RUNNING}, Operation.KILL: set(S) - {S.DEAD},
     }[operation]
     if state in starts:
         moves = check_start("sbx-1", operation, state)

@@ -170,9 +170,9 @@ def test_every_route_is_in_the_table_of_bad_input(fake_service) -> None:
             unprobed: list[str] = []
             for route in app.routes:
                 pattern = route.path_regex  # type: ignore[attr-defined]
-                for method in route.methods - {"HEAD"}:  # type: ignore[attr-defined]
-                    if not any(m == method and pattern.match(p) for m, p in tried):
-                        unprobed.append(f"{method} {route.path}")  # type: ignore[attr-defined]
+                unprobed += [f"{method} {route.path}"  # type: ignore[attr-defined]
+                             for method in route.methods - {"HEAD"}  # type: ignore[attr-defined]
+                             if not any(m == method and pattern.match(p) for m, p in tried)]
             # These take no input that could be wrong, or accept any (release is idempotent).
             assert sorted(unprobed) == ["DELETE /x/v1/leases/{lease:path}", "GET /health", "GET /metrics",
                                         "GET /x/v1/leases"]
@@ -187,7 +187,8 @@ def test_ended_sandboxes_are_404_for_e2b_and_410_for_us(fake_service) -> None:
             sandbox = await client.create()
             assert (await ask(pool, "DELETE", f"/sandboxes/{sandbox.sandbox_id}")).status == 204
             for method, path, status in (("DELETE", "/sandboxes/{}", 404), ("GET", "/sandboxes/{}", 404),
-                                         ("POST", "/sandboxes/{}/pause", 404), ("POST", "/x/v1/sandboxes/{}/reset", 410)):
+                                         ("POST", "/sandboxes/{}/pause", 404),
+                                         ("POST", "/x/v1/sandboxes/{}/reset", 410)):
                 answer = await ask(pool, method, path.format(sandbox.sandbox_id))
                 assert answer.status == status
                 assert json.loads(answer.body)["type"] == "SandboxDiedError"
@@ -228,7 +229,8 @@ def test_shapes_and_paging_follow_e2b(fake_service) -> None:
             assert [s["sandboxID"] for s in paused] == [ids[6]]
             # As the SDK sends it: each part quoted, then a form, then a query.
             form = urllib.parse.urlencode({urllib.parse.quote("n o&"): urllib.parse.quote("ü 1")})
-            found = json.loads((await ask(pool, "GET", "/v2/sandboxes?" + urllib.parse.urlencode({"metadata": form}))).body)
+            query = urllib.parse.urlencode({"metadata": form})
+            found = json.loads((await ask(pool, "GET", f"/v2/sandboxes?{query}")).body)
             assert {s["sandboxID"] for s in found} == {i for i in ids[1::2] if i in states}
             assert len(found) > 0
             await pool.close()

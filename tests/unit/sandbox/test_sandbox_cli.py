@@ -51,11 +51,14 @@ def cli(folder: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.Capt
     monkeypatch.setenv("TIDEMILL_CACHE", str(folder))
 
     def call(*args: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
+        code: object = 0
+        try:
             main(["sandbox", *args])
-            sys.exit(0)
+        except SystemExit as ended:
+            code = ended.code or 0
         out, err = capsysbinary.readouterr()
-        return int(ended.value.code or 0), out.decode(), err.decode()
+        assert isinstance(code, int)
+        return code, out.decode(), err.decode()
 
     return call
 

@@ -1,5 +1,5 @@
-"""The service as a process: starting, racing, stopping, being killed, owners that die. The guests are fake and live inside the
-service, so those of a killed service are dead to the next one."""
+"""The service as a process: starting, racing, stopping, being killed, owners that die. The guests are fake
+and live inside the service, so those of a killed service are dead to the next one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def folder(state_dir: Path) -> Iterator[Path]:
 def test_racing_starters_get_one_service(folder: Path) -> None:
     async def main() -> None:
         assert await service_health(folder) is None
-        healths = await asyncio.gather(*(ensure_daemon(folder, cache_dir=folder, argv=command(folder)) for _ in range(4)))
+        healths = await asyncio.gather(
+            *(ensure_daemon(folder, cache_dir=folder, argv=command(folder)) for _ in range(4)))
         assert {h["pid"] for h in healths} == {lock_holder(folder)}
         again = await ensure_daemon(folder, cache_dir=folder, argv=("/bin/false",))
         assert again["pid"] == healths[0]["pid"]

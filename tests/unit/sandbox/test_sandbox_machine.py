@@ -1,6 +1,8 @@
-"""Random lives with random faults: backend calls that fail, guests that die, services that are killed between any two steps.
+"""Random lives with random faults: backend calls that fail, guests that die, services that are killed between
+any two steps.
 
-After every rule memory, store and machine agree; sandboxes nobody touched keep their variables; failures are typed.
+After every rule memory, store and machine agree; sandboxes nobody touched keep their variables; failures are
+typed.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -203,7 +206,8 @@ ACTIONS = ("create", "pause", "resume", "fork", "reset", "replace", "kill")
 @pytest.mark.parametrize("fail_once", [False, True], ids=["killed", "failing"])
 @pytest.mark.parametrize("action", ACTIONS)
 def test_every_step_of_every_operation_can_be_the_last(action: str, fail_once: bool) -> None:
-    """The service is killed (or one effect fails) before the first, second, ... effect, until an operation meets none."""
+    """The service is killed (or one effect fails) before the first, second, ... effect, until an operation
+    meets none."""
     for steps in range(40):
         service = Service()
         other, sandbox = [r.sandbox_id for r in service.run(service.orchestrator.create_many(CreateSpec(), 2))]
@@ -387,10 +391,8 @@ class Lives(Service, RuleBasedStateMachine):
         before = set(self.values)
         work = self.attempt(action, sandbox)
         self.world.steps_left = steps
-        try:
+        with suppress(Killed, TidemillError):
             self.run(work)
-        except (Killed, TidemillError):
-            pass
         self.restart()
         assert self.orchestrator.store.open_operations() == []
         alive = set(self.orchestrator.entries)

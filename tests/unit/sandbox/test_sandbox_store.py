@@ -38,7 +38,8 @@ def test_a_life_step_by_step(store: Store) -> None:
     created, operation = store.insert(row(), kind="create")
     assert [(o.operation_id, o.kind) for o in store.open_operations()] == [(operation, "create")]
     assert store.get("sbx-1") == created
-    running, none = store.move(created, S.RUNNING, record={"pid": 5}, result_of=operation, outcome="ok", event="created")
+    running, none = store.move(created, S.RUNNING, record={"pid": 5}, result_of=operation, outcome="ok",
+                               event="created")
     assert none == 0
     assert store.open_operations() == []
     pausing, pause = store.move(running, S.PAUSING, intent="pause")
@@ -49,7 +50,8 @@ def test_a_life_step_by_step(store: Store) -> None:
     assert store.alive() == []
     assert store.get("sbx-1") == dead
     assert dead.record == {"pid": 5}
-    assert [(e.kind, e.detail) for e in store.events(0, 10)] == [("created", ""), ("paused", ""), ("died", "found dead")]
+    assert [(e.kind, e.detail) for e in store.events(0, 10)] == [
+        ("created", ""), ("paused", ""), ("died", "found dead")]
     assert [e.kind for e in store.events(1, 1)] == ["paused"]
 
 

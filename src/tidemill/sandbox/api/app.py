@@ -60,8 +60,8 @@ class _Guard:
 
 
 def build_app(orchestrator: Orchestrator, *, api_key: str = "") -> Starlette:
-    """The application over a recovered orchestrator. With an `api_key`, every request but GET /health must carry it; without
-    one, whoever can open the socket is trusted (the unix socket has mode 0600)."""
+    """The application over a recovered orchestrator. With an `api_key`, every request but GET /health must
+    carry it; without one, whoever can open the socket is trusted (the unix socket has mode 0600)."""
     usage = Usage(orchestrator)
 
     async def health(_: Request) -> Response:

@@ -45,11 +45,16 @@ class Control:
     def routes(self) -> list[Route]:
         one = "/sandboxes/{id}"
         return [
-            Route("/sandboxes", self.create_v1, methods=["POST"]), Route("/v2/sandboxes", self.create_v2, methods=["POST"]),
-            Route("/sandboxes", self.list_v1, methods=["GET"]), Route("/v2/sandboxes", self.list_v2, methods=["GET"]),
-            Route(one, self.get, methods=["GET"]), Route(one, self.delete, methods=["DELETE"]),
-            Route(f"{one}/timeout", self.timeout, methods=["POST"]), Route(f"{one}/pause", self.pause, methods=["POST"]),
-            Route(f"{one}/resume", self.resume, methods=["POST"]), Route(f"{one}/fork", self.fork, methods=["POST"]),
+            Route("/sandboxes", self.create_v1, methods=["POST"]),
+            Route("/v2/sandboxes", self.create_v2, methods=["POST"]),
+            Route("/sandboxes", self.list_v1, methods=["GET"]),
+            Route("/v2/sandboxes", self.list_v2, methods=["GET"]),
+            Route(one, self.get, methods=["GET"]),
+            Route(one, self.delete, methods=["DELETE"]),
+            Route(f"{one}/timeout", self.timeout, methods=["POST"]),
+            Route(f"{one}/pause", self.pause, methods=["POST"]),
+            Route(f"{one}/resume", self.resume, methods=["POST"]),
+            Route(f"{one}/fork", self.fork, methods=["POST"]),
         ]
 
     async def create_v1(self, request: Request) -> Response:
@@ -87,7 +92,8 @@ class Control:
     def _listed(self, request: Request) -> list[SandboxRow]:
         """Matching rows, newest first, ties by id."""
         query = request.query_params
-        rows = self._orchestrator.rows(lease=query.get("lease", ""), metadata=_metadata_filter(query.get("metadata", "")))
+        wanted = _metadata_filter(query.get("metadata", ""))
+        rows = self._orchestrator.rows(lease=query.get("lease", ""), metadata=wanted)
         return sorted(rows, key=_position)
 
     async def get(self, request: Request) -> Response:
@@ -123,8 +129,8 @@ class Control:
 
 
 def _metadata_filter(text: str) -> dict[str, str]:
-    """E2B's clients quote keys and values, then encode the pairs as a form, then the whole as a query; the query layer is
-    gone when we see it. Empty keys and values are ignored."""
+    """E2B's clients quote keys and values, then encode the pairs as a form, then the whole as a query; the
+    query layer is gone when we see it. Empty keys and values are ignored."""
     pairs = parse_qsl(text, keep_blank_values=False)
     return {unquote(k): unquote(v) for k, v in pairs if k and v}
 

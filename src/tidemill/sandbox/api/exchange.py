@@ -59,7 +59,8 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 async def or_undo(request: Request, orchestrator: Orchestrator, work: Coroutine[Any, Any, T],
                   made: Callable[[T], list[SandboxRow]]) -> T:
-    """Await `work`, which makes sandboxes; if the caller has gone away by then, end them, since nobody knows their ids."""
+    """Await `work`, which makes sandboxes; if the caller has gone away by then, end them, since nobody knows
+    their ids."""
     task = asyncio.get_running_loop().create_task(work)
     watch = asyncio.get_running_loop().create_task(_gone(request))
     try:
@@ -92,8 +93,9 @@ def sandbox_json(row: SandboxRow) -> dict[str, Any]:
     frozen = row.state in (SandboxState.PAUSING, SandboxState.PAUSED)
     return {
         "sandboxID": row.sandbox_id, "templateID": row.template, "clientID": "",
-        "state": "paused" if frozen else "running", "startedAt": _rfc3339(row.created_at), "endAt": _rfc3339(row.expires_at),
-        "metadata": dict(row.metadata), "phase": row.state.value, "backend": row.backend, "lease": row.lease,
+        "state": "paused" if frozen else "running", "startedAt": _rfc3339(row.created_at),
+        "endAt": _rfc3339(row.expires_at), "metadata": dict(row.metadata), "phase": row.state.value,
+        "backend": row.backend, "lease": row.lease,
         "parentID": row.parent_id, "generation": row.generation,
     }
 

@@ -1,5 +1,5 @@
-"""What E2B's control plane does not have, under /x/v1: commands, live sessions, files, reset, batches, leases, events,
-capabilities, capacity."""
+"""What E2B's control plane does not have, under /x/v1: commands, live sessions, files, reset, batches,
+leases, events, capabilities, capacity."""
 
 from __future__ import annotations
 
@@ -161,8 +161,8 @@ class Extensions:
         check_query(query, ("cursor", "limit"))
         after = query_int(query, "cursor", default=0, low=0, high=(1 << 63) - 1)
         found = self._orchestrator.store.events(after, query_int(query, "limit", default=100, low=1, high=1000))
-        rows = [{"seq": e.seq, "at": e.at, "sandboxID": e.sandbox_id, "lease": e.lease, "kind": e.kind, "detail": e.detail}
-                for e in found]
+        rows = [{"seq": e.seq, "at": e.at, "sandboxID": e.sandbox_id, "lease": e.lease, "kind": e.kind,
+                 "detail": e.detail} for e in found]
         return json_response({"events": rows, "cursor": found[-1].seq if found else after})
 
     async def capabilities(self, request: Request) -> Response:
@@ -171,8 +171,9 @@ class Extensions:
         chosen = self._orchestrator.backend(query.get("backend", ""))
         record = chosen.capabilities()
         return json_response({
-            "backend": record.backend, "isolation": record.isolation, "pause": record.pause, "snapshot": record.snapshot,
-            "fork": record.fork, "cowMemory": record.cow_memory, "externalTcp": record.external_tcp,
+            "backend": record.backend, "isolation": record.isolation, "pause": record.pause,
+            "snapshot": record.snapshot, "fork": record.fork, "cowMemory": record.cow_memory,
+            "externalTcp": record.external_tcp,
             "survivesDaemon": record.survives_daemon, "detail": dict(record.detail),
             "templates": list(await chosen.templates()), "backends": sorted(self._orchestrator.backends),
         })

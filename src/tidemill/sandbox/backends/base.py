@@ -1,11 +1,12 @@
 """The contract between the service and what really runs sandboxes.
 
-A Backend starts guests under names the service chooses (`runtime_id`), finds them again after a restart of the service from
-the record they gave, and can list and remove everything of this state folder that the service does not know. A Guest is one
-of them. The service serialises life-changing calls per guest (pause, resume, fork, reset, kill never overlap each other);
-exec, sessions and files run at any time beside each other and beside them. Every call has a deadline of its own inside the
-backend and raises only errors of tidemill.core.errors; SandboxDiedError means the guest is gone for good. Every call may be
-cancelled: what it started in the guest is then ended, what it made on the host is removed.
+A Backend starts guests under names the service chooses (`runtime_id`), finds them again after a restart of
+the service from the record they gave, and can list and remove everything of this state folder that the
+service does not know. A Guest is one of them. The service serialises life-changing calls per guest (pause,
+resume, fork, reset, kill never overlap each other); exec, sessions and files run at any time beside each
+other and beside them. Every call has a deadline of its own inside the backend and raises only errors of
+tidemill.core.errors; SandboxDiedError means the guest is gone for good. Every call may be cancelled: what it
+started in the guest is then ended, what it made on the host is removed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from tidemill.core.sandbox_api import Capabilities, ExecResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResetReport:
-    """What an in-guest reset found. `needs_full_reset`: the guest cannot vouch for itself; replace it by a new one."""
+    """What an in-guest reset found. `needs_full_reset`: the guest cannot vouch for itself; replace it by a
+    new one."""
 
     needs_full_reset: bool = False
     detail: str = ""
@@ -94,8 +96,9 @@ class Guest(Protocol):
         ...
 
     async def fork(self, runtime_ids: Sequence[str]) -> Sequence[Guest | TidemillError]:
-        """Copies that go on from this state, one entry per name, in order; the source goes on running. A failed copy is an
-        entry and leaves nothing behind. Raises MissingCapabilityError, or SandboxError if no copy could be tried."""
+        """Copies that go on from this state, one entry per name, in order; the source goes on running. A
+        failed copy is an entry and leaves nothing behind. Raises MissingCapabilityError, or SandboxError if
+        no copy could be tried."""
         ...
 
     async def reset(self) -> ResetReport:
@@ -120,7 +123,8 @@ class Backend(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     async def start(self) -> None:
-        """Probe the machine and prepare folders. Raises SetupError with the remedy (no root, no runtime, no template)."""
+        """Probe the machine and prepare folders. Raises SetupError with the remedy (no root, no runtime, no
+        template)."""
         ...
 
     async def templates(self) -> Sequence[str]:
@@ -141,10 +145,11 @@ class Backend(Protocol):
         ...
 
     async def reap(self, keep: Collection[str]) -> Sequence[str]:
-        """Destroy everything of this state folder (and of no other) whose name is not in `keep`; returns the names."""
+        """Destroy everything of this state folder (and of no other) whose name is not in `keep`; returns the
+        names."""
         ...
 
     async def close(self) -> None:
-        """Let go of everything on the service's side. Guests run on if the capability record says that they can; those of a
-        backend that cannot keep them end here. Idempotent."""
+        """Let go of everything on the service's side. Guests run on if the capability record says that they
+        can; those of a backend that cannot keep them end here. Idempotent."""
         ...

@@ -1,10 +1,10 @@
-"""A backend without guests, for tests of everything above backends: memory instead of processes, a few commands instead of a
-system, and faults on request.
+"""A backend without guests, for tests of everything above backends: memory instead of processes, a few
+commands instead of a system, and faults on request.
 
-It honours the whole contract of base.py. The "machine" that outlives the service is a FakeMachine: a service that is gone
-and its successor share one, as they share a kernel. Commands: true, false, echo, cat [FILE], sleep, env, whoami, pwd, yes, and
-`sh -c` with one of them. Sessions: `sh` knows NAME=value, `echo $NAME` and the commands; `python` evaluates assignments and
-expressions of literals, names and arithmetic.
+It honours the whole contract of base.py. The "machine" that outlives the service is a FakeMachine: a service
+that is gone and its successor share one, as they share a kernel. Commands: true, false, echo, cat [FILE],
+sleep, env, whoami, pwd, yes, and `sh -c` with one of them. Sessions: `sh` knows NAME=value, `echo $NAME` and
+the commands; `python` evaluates assignments and expressions of literals, names and arithmetic.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class FakeBox:
 class FakeMachine:
     """What outlives the service: guests by name, and the faults to inject.
 
-    `fault` is called with the point's name (create, started, exec, run, open_session, pause, resume, fork, fork_child, reset,
-    kill, attach, destroy) before the effect, and may raise, or return "full" at `reset` to ask for a full one. Raising at
-    `started` leaves a box behind, as a backend whose own cleaning up fails.
+    `fault` is called with the point's name (create, started, exec, run, open_session, pause, resume, fork,
+    fork_child, reset, kill, attach, destroy) before the effect, and may raise, or return "full" at `reset` to
+    ask for a full one. Raising at `started` leaves a box behind, as a backend whose own cleaning up fails.
     """
 
     boxes: dict[str, FakeBox] = field(default_factory=dict[str, FakeBox])

@@ -1,4 +1,5 @@
-"""Names of backends to their classes, imported when asked for. A backend is constructed with (state_dir, cache_dir)."""
+"""Names of backends to their classes, imported when asked for. A backend is constructed with (state_dir,
+cache_dir)."""
 
 from __future__ import annotations
 

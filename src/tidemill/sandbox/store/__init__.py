@@ -1,4 +1,5 @@
-"""The record of the sandbox service: one SQLite file per state folder, and the lock that makes the service its only writer."""
+"""The record of the sandbox service: one SQLite file per state folder, and the lock that makes the service
+its only writer."""
 
 from tidemill.sandbox.store.database import Store
 from tidemill.sandbox.store.lock import StateLock

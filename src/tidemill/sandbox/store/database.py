@@ -1,10 +1,11 @@
 """The store: rows in, rows out, one transaction per step.
 
-The file is in WAL mode with `synchronous=NORMAL`. A crash of the service, even by SIGKILL, loses nothing, because committed
-pages are already with the kernel. A power cut may lose the last transactions, but it ends every sandbox they speak of as
-well, and WAL keeps the file consistent; so an fsync per step would buy nothing and cost milliseconds. Writes therefore only
-copy pages into the kernel's cache (about 0.1 ms) and are made directly on the event loop; the one step that does wait for the
-disk, the checkpoint, is `checkpoint()`, to be run in a thread.
+The file is in WAL mode with `synchronous=NORMAL`. A crash of the service, even by SIGKILL, loses nothing,
+because committed pages are already with the kernel. A power cut may lose the last transactions, but it ends
+every sandbox they speak of as well, and WAL keeps the file consistent; so an fsync per step would buy nothing
+and cost milliseconds. Writes therefore only copy pages into the kernel's cache (about 0.1 ms) and are made
+directly on the event loop; the one step that does wait for the disk, the checkpoint, is `checkpoint()`, to be
+run in a thread.
 
 Not for concurrent writers: StateLock keeps the service alone.
 """
@@ -33,7 +34,8 @@ _CHANGEABLE = frozenset({"generation", "expires_at", "runtime_id", "record", "re
 
 
 class Store:
-    """All rows of one state folder. Every method raises SandboxError if the disk refuses (full, read-only, damaged)."""
+    """All rows of one state folder. Every method raises SandboxError if the disk refuses (full, read-only,
+    damaged)."""
 
     def __init__(self, path: Path, *, clock: Clock | None = None) -> None:
         self.path = path
@@ -76,12 +78,14 @@ class Store:
     def end_daemon(self) -> None:
         """Record that this generation stopped in order."""
         with self._transaction():
-            self._db.execute("UPDATE daemons SET stopped_at = ? WHERE generation = ?", (self._clock.wall(), self.daemon))
+            self._db.execute("UPDATE daemons SET stopped_at = ? WHERE generation = ?",
+                             (self._clock.wall(), self.daemon))
 
     # ---- sandboxes
 
     def insert(self, row: SandboxRow, *, kind: str, detail: Mapping[str, Any] | None = None) -> tuple[SandboxRow, int]:
-        """Intent to bring a sandbox into being: its row in `creating` and an open operation. Returns row and operation id."""
+        """Intent to bring a sandbox into being: its row in `creating` and an open operation. Returns row and
+        operation id."""
         check_move(row.sandbox_id, None, row.state)
         row = dataclasses.replace(row, daemon=self.daemon, updated_at=self._clock.wall())
         with self._transaction():
@@ -91,7 +95,8 @@ class Store:
 
     def move(self, row: SandboxRow, to: SandboxState, *, intent: str = "", detail: Mapping[str, Any] | None = None,
              result_of: int = 0, outcome: str = "", event: str = "", **changes: Any) -> tuple[SandboxRow, int]:
-        """One transaction: state `row.state -> to` (compare and set), other columns, an intent opened or closed, an event.
+        """One transaction: state `row.state -> to` (compare and set), other columns, an intent opened or
+        closed, an event.
 
         intent     kind of an operation that starts with this move; its id is returned, else 0
         result_of  id of the operation that this move ends, with `outcome`. A move to `dead` ends all others too
@@ -141,7 +146,8 @@ class Store:
     def forget_dead(self, older_than: float) -> int:
         """Delete history from before `older_than` (Unix seconds): dead sandboxes, finished operations, events."""
         with self._transaction():
-            gone = self._db.execute("DELETE FROM sandboxes WHERE state = 'dead' AND updated_at < ?", (older_than,)).rowcount
+            gone = self._db.execute("DELETE FROM sandboxes WHERE state = 'dead' AND updated_at < ?",
+                                    (older_than,)).rowcount
             self._db.execute("DELETE FROM operations WHERE finished_at < ?", (older_than,))
             self._db.execute("DELETE FROM events WHERE at < ?", (older_than,))
         return gone
@@ -183,7 +189,8 @@ class Store:
     def sessions(self, sandbox_id: str) -> list[SessionRow]:
         """Sessions of one sandbox, oldest first."""
         with self._converted("read"):
-            rows = self._db.execute("SELECT * FROM sessions WHERE sandbox_id = ? ORDER BY opened_at, session_id", (sandbox_id,))
+            rows = self._db.execute("SELECT * FROM sessions WHERE sandbox_id = ? ORDER BY opened_at, session_id",
+                                    (sandbox_id,))
             return [SessionRow(**(dict(r) | {"record": json.loads(r["record"])})) for r in rows]
 
     # ---- leases

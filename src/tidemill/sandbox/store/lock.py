@@ -1,4 +1,5 @@
-"""One service per state folder: an advisory lock held for the life of the process, with the holder's pid inside the file.
+"""One service per state folder: an advisory lock held for the life of the process, with the holder's pid
+inside the file.
 
 The kernel drops the lock when the holder dies, however it dies, so a stale file never blocks the next start.
 """

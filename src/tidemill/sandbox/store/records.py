@@ -46,8 +46,8 @@ class SandboxRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRow:
-    """A live session, so that a restarted service finds it again under the same id. A fork's children have the sessions of
-    their source under the same ids, so an id is unique within its sandbox only."""
+    """A live session, so that a restarted service finds it again under the same id. A fork's children have
+    the sessions of their source under the same ids, so an id is unique within its sandbox only."""
 
     sandbox_id: str
     session_id: str

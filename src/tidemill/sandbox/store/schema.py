@@ -1,6 +1,7 @@
 """Tables of the store and how an older file becomes a newer one.
 
-`PRAGMA user_version` holds the number of migrations applied. A file from a newer version is refused, never guessed at.
+`PRAGMA user_version` holds the number of migrations applied. A file from a newer version is refused, never
+guessed at.
 """
 
 from __future__ import annotations
