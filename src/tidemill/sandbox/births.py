@@ -85,6 +85,8 @@ class Births:
             try:
                 async with self._roster.heavy.turn(spec.lease):
                     self._roster.check_wanted(entry)
+                    if self._roster.stopping:
+                        raise BusyError("the sandbox service is stopping.")
                     guest = await backend.create(entry.row.runtime_id, spec.template)
                 self._born(entry, guest, spec.timeout_s, event="created")
             except BaseException as e:
