@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 
 from tidemill.core.config import read_environment
-from tidemill.core.errors import TidemillError
+from tidemill.core.errors import SetupError
 from tidemill.core.launcher import start_time
 from tidemill.sandbox.backends.registry import make_backend
 from tidemill.sandbox.client import LocalSandboxClient
@@ -41,24 +42,27 @@ def load_soak() -> ModuleType:
 soak: Any = load_soak()
 
 
-def why_not(backend: str) -> str:
+@cache
+def unavailable(backend: str) -> str:
     """Why this machine cannot run the backend, or empty."""
-    folder = Path(tempfile.mkdtemp(prefix="tm-", dir="/tmp"))
-    try:
+
+    async def start(folder: Path) -> None:
         made = make_backend(backend, state_dir=folder, cache_dir=read_environment().cache_dir)
-        asyncio.run(made.start())
-        asyncio.run(made.close())
-    except TidemillError as e:
-        return str(e)
-    finally:
-        shutil.rmtree(folder)
+        await made.start()
+        await made.close()
+
+    with tempfile.TemporaryDirectory(prefix="tm-", dir="/tmp") as folder:
+        try:
+            asyncio.run(start(Path(folder)))
+        except SetupError as e:
+            return str(e)
     return ""
 
 
 @pytest.fixture(params=[pytest.param("gvisor", marks=pytest.mark.gvisor), "unsafe"])
 def service(request: pytest.FixtureRequest) -> Iterator[tuple[Path, tuple[str, ...]]]:
     """A state folder with a real service; afterwards the service and everything of the folder is gone."""
-    if reason := why_not(request.param):
+    if reason := unavailable(request.param):
         pytest.skip(reason)
     folder = Path(tempfile.mkdtemp(prefix="tm-", dir="/tmp"))
     start = tuple(soak.daemon_command(folder, request.param))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from tidemill.core.errors import (
     MissingCapabilityError,
     NotFoundError,
     SandboxDiedError,
+    SetupError,
     TidemillError,
 )
 from tidemill.core.sandbox_api import SandboxState
@@ -39,14 +40,33 @@ def state_dir() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@cache
+def unavailable(backend: str) -> str:
+    """Why this machine cannot run the backend, or empty."""
+
+    async def start(folder: Path) -> None:
+        made = make_backend(backend, state_dir=folder, cache_dir=read_environment().cache_dir)
+        await made.start()
+        await made.close()
+
+    with tempfile.TemporaryDirectory(prefix="tm-", dir="/tmp") as folder:
+        try:
+            asyncio.run(start(Path(folder)))
+        except SetupError as e:
+            return str(e)
+    return ""
+
+
 @pytest.fixture(params=[
     "fake",
-    pytest.param("unsafe", marks=pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")),
+    "unsafe",
     pytest.param("gvisor", marks=pytest.mark.gvisor),
 ])
 def run(request: pytest.FixtureRequest, state_dir: Path) -> Callable[[Body], None]:
     """Run an async test body with a client of a fresh service; everything must be gone afterwards."""
     name = str(request.param)
+    if reason := name != "fake" and unavailable(name):
+        pytest.skip(reason)
 
     def backend() -> Backend:
         if name == "fake":

@@ -207,3 +207,23 @@ def test_leases_are_joined_by_clients_and_forgotten_with_release(fake_service) -
                 await sandbox.set_timeout(5)
 
     asyncio.run(main())
+
+
+def test_using_a_sandbox_writes_no_row(fake_service) -> None:
+    async def main() -> None:
+        async with fake_service() as (client, orchestrator):
+            sandbox = await client.create()
+            session = await sandbox.open_session("python")
+            statements: list[str] = []
+            orchestrator.store._db.set_trace_callback(statements.append)
+            for _ in range(3):
+                await session.run("x = 1")
+                await sandbox.exec(["true"])
+                await sandbox.write_file("/f", b"1")
+                await sandbox.read_file("/f")
+            assert statements == []
+            await session.close()
+            assert any("DELETE FROM sessions" in s for s in statements)
+            orchestrator.store._db.set_trace_callback(None)
+
+    asyncio.run(main())
