@@ -1,8 +1,8 @@
 """Our own small configurations, and K3's. `toy` is what the RL demonstration trains, `tiny` is for tests.
 
-All of ours use eps 1e-5 everywhere, fp32 (most CPUs have no fast bf16), and an initialiser scaled to their width:
-0.02 at width 1024 is 0.08 at width 64, so that activations keep their size; K3's own 0.02 would start tiny models
-almost linear.
+All of ours use eps 1e-5 everywhere and fp32 (most CPUs have no fast bf16). `toy` keeps K3's initialiser of 0.02: on a
+copying task at this size it learnt about four times faster than 0.08 and 0.125, which suit its width by the usual rule.
+`tiny` starts at 0.08, so that untrained logits are far from uniform and tests see every mechanism.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from tidemill.model.config import K3Config, LinearAttnConfig, TextConfig
 
 
 def toy(vocab_size: int, *, pad_token_id: int | None = None, dtype: str = "float32") -> K3Config:
-    """About 0.37 M parameters: 4 layers (three KDA, one MLA), 8 experts top 2, two residual blocks, the last one
+    """About 0.36 M parameters: 4 layers (three KDA, one MLA), 8 experts top 2, two residual blocks, the last one
     partial."""
     return K3Config(text_config=TextConfig(
         vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2,
@@ -22,7 +22,7 @@ def toy(vocab_size: int, *, pad_token_id: int | None = None, dtype: str = "float
         ),
         attn_res_block_size=3, num_experts=8, num_experts_per_token=2, moe_intermediate_size=64,
         routed_expert_hidden_size=32, num_shared_experts=1, activation_situ_beta=4.0,
-        activation_situ_linear_beta=25.0, mla_latent_norm_eps=1e-5, initializer_range=0.08,
+        activation_situ_linear_beta=25.0, mla_latent_norm_eps=1e-5, initializer_range=0.02,
         max_position_embeddings=4096, mla_use_output_gate=True, latent_moe_use_norm=True, pad_token_id=pad_token_id,
         dtype=dtype,
     ))

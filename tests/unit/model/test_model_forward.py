@@ -150,7 +150,7 @@ def test_quantile_balancing_moves_only_the_bias_and_ignores_padding(ids: torch.T
 
 
 def test_the_latent_norm_follows_the_combination() -> None:
-    """With the norm behind the sum, a common factor of the experts' outputs vanishes (once eps is small beside them)."""
+    """With the norm behind the sum, a common factor of the experts' outputs vanishes (once eps is small)."""
     moe = K3ForCausalLM(tiny(), seed=1).model.layers[1].block_sparse_moe
     assert isinstance(moe, LatentMoE)
     x = torch.randn(4, 48)
