@@ -1,7 +1,7 @@
 """Control tokens: their names in the released K3 vocabulary, and their ids in any vocabulary.
 
-K3's vocabulary ends with 256 control ids that start at 163584. Our own small vocabularies end with the sixteen that have
-a name, in the same order. Source: K3 technical report and the released tokenizer's configuration.
+K3's vocabulary ends with 256 control ids that start at 163584. Our own small vocabularies end with the sixteen that
+have a name, in the same order. Source: K3 technical report and the released tokenizer's configuration.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The fixed sentences around tool declarations, effort, tool choice and response formats.
 
 Our own models use the short sentences of OWN_TEXTS. The released K3 uses sentences of its own, published with its
-checkpoint; give them as a JSON file, and `is_published` proves by length and digest that they are the ones K3 was trained
-on.
+checkpoint; give them as a JSON file, and `is_published` proves by length and digest that they are the ones K3 was
+trained on.
 """
 
 from __future__ import annotations
