@@ -104,7 +104,7 @@ class Task(ABC):
 
     @abstractmethod
     def make(self, split: Split, index: int, seed: int) -> Problem:
-        """Prompt number index modulo size; `seed` decides whatever else is random. Pure: same arguments, same problem."""
+        """Prompt number index modulo size; `seed` decides what else is random. Pure: same arguments, same problem."""
 
     @abstractmethod
     def grade(self, problem: Problem, attempt: Attempt) -> Grade | Awaitable[Grade]:

@@ -83,8 +83,8 @@ class Tool(Protocol):
 
 
 class Bench:
-    """A sandbox and its live sessions in the hands of one episode. Not for concurrent use. An episode whose tools need no
-    sandbox has a bench without one."""
+    """A sandbox and its live sessions in the hands of one episode. Not for concurrent use. An episode whose tools need
+    no sandbox has a bench without one."""
 
     def __init__(self, sandbox: Sandbox | None, sessions: dict[str, LiveSession], limits: ToolLimits) -> None:
         self._sandbox = sandbox

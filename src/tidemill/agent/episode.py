@@ -1,0 +1,371 @@
+"""One episode: a problem, a policy behind an engine session, tools at a bench, a verdict. Reads like a script.
+
+What the policy does wrong is its own affair (a wrong answer, an error for it to read); what engine, sandbox or grader
+do wrong ends the episode as INFRA_ERROR with the reason, and never as a reward of zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tidemill.agent.grading import GraderError, grade
+from tidemill.agent.pool import SandboxPool
+from tidemill.agent.scaffold import Scaffold, Slot
+from tidemill.agent.task import Attempt, Message, Problem, Task, Verdict
+from tidemill.agent.tool import Bench, Tool, ToolCall, ToolLimits, invoke, refusal
+from tidemill.core.engine_api import Completion, EngineClient, FinishReason, GenerateRequest, SamplingParams
+from tidemill.core.errors import BusyError, EngineError, InputError, NotFoundError, SandboxError, TidemillError
+from tidemill.core.outcomes import Outcome
+from tidemill.core.token_log import TokenLog
+from tidemill.model.chat.codec import ChatOptions
+from tidemill.model.chat.messages import parse_messages
+from tidemill.model.chat.parser import MalformedCall, ParsedCall
+
+
+class EpisodeSettings(Protocol):
+    """Limits of an episode (a recipe's `agent` section fits)."""
+
+    @property
+    def scaffold(self) -> str: ...
+    @property
+    def max_turns(self) -> int: ...
+    @property
+    def max_sampled_tokens(self) -> int: ...
+    @property
+    def tool_timeout_s(self) -> float: ...
+    @property
+    def tool_output_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """Random numbers of one episode: tokens depend on (seed, sequence, position) only."""
+
+    seed: int
+    sequence: int
+    temperature: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Episode:
+    """What happened. `reward` is None exactly when the outcome is INFRA_ERROR."""
+
+    problem_id: str
+    log: TokenLog
+    outcome: Outcome
+    reward: float | None
+    answer: str
+    verdict: Verdict | None = None
+    turns: int = 0
+    tool_calls: tuple[ToolCall, ...] = ()
+    error: str = ""
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """One row of an episode file."""
+        return {
+            "problem_id": self.problem_id, "outcome": self.outcome.value, "reward": self.reward,
+            "answer": self.answer, "detail": self.verdict.detail if self.verdict else "", "turns": self.turns,
+            "tool_calls": [{"tool": c.tool, "arguments": dict(c.arguments), "result": c.result.text, "ok": c.result.ok,
+                            "ms": round(c.duration_s * 1e3, 3)} for c in self.tool_calls],
+            "error": self.error, "seconds": round(self.seconds, 4), **self.log.to_json(),
+        }
+
+
+@dataclass(kw_only=True)
+class Harness:
+    """What all episodes of a task share."""
+
+    engine: EngineClient
+    task: Task
+    tools: Sequence[Tool]
+    scaffold: Scaffold
+    settings: EpisodeSettings
+    pool: SandboxPool | None = None
+    grade_timeout_s: float = 10.0
+
+    @property
+    def limits(self) -> ToolLimits:
+        return ToolLimits(timeout_s=self.settings.tool_timeout_s, output_bytes=self.settings.tool_output_bytes)
+
+
+class _Truncated(Exception):  # noqa: N818 - control flow within this file
+    """A limit was reached."""
+
+
+class _Stray(Exception):  # noqa: N818 - control flow within this file
+    """The policy left the grammar where the scaffold cannot go on."""
+
+
+async def run_episode(harness: Harness, problem: Problem, draw: Draw, *, episode_id: str) -> Episode:
+    """Run one episode to its end. Raises only what is a bug or a cancellation; every failure is an outcome."""
+    started = time.perf_counter()
+    attempt = _Attempt(harness, problem, draw, episode_id)
+    try:
+        episode = await attempt.run()
+    except (EngineError, BusyError, NotFoundError, InputError, SandboxError, GraderError) as e:
+        episode = attempt.failed(e)
+    finally:
+        await attempt.close()
+    episode.seconds = time.perf_counter() - started
+    return episode
+
+
+@dataclass
+class _Attempt:
+    """The moving parts of one episode."""
+
+    harness: Harness
+    problem: Problem
+    draw: Draw
+    episode_id: str
+    log: TokenLog = field(default_factory=TokenLog)
+    calls: list[ToolCall] = field(default_factory=list[ToolCall])
+    messages: list[Message] = field(default_factory=list[Message])
+    turns: int = 0
+    _given: list[int] = field(default_factory=list[int])
+    """Tokens given since the engine last heard of the session."""
+    _requests: int = 0
+    _opened: bool = False
+    _bench: asyncio.Task[Bench] | None = None
+
+    async def run(self) -> Episode:
+        self.messages = list(self.problem.messages)
+        await self.harness.engine.open_session(self.episode_id)
+        self._opened = True
+        answer, complete = "", True
+        truncated = False
+        try:
+            if self.harness.settings.scaffold == "forced":
+                answer = await self._forced()
+            else:
+                answer = await self._free()
+        except _Truncated:
+            complete, truncated = False, True
+        except _Stray:
+            complete = False
+        return await self._graded(answer, complete=complete, truncated=truncated)
+
+    async def _graded(self, answer: str, *, complete: bool, truncated: bool) -> Episode:
+        task = self.harness.task
+        bench = None
+        if task.grades_in_sandbox:
+            bench = await self._get_bench()
+        else:
+            self._give_back()
+        attempt = Attempt(answer=answer, complete=complete, messages=tuple(self.messages), tool_calls=tuple(self.calls),
+                          sandbox=bench.sandbox if bench else None)
+        verdict = await grade(task, self.problem, attempt, timeout_s=self.harness.grade_timeout_s)
+        outcome = Outcome.TRUNCATED if truncated else Outcome.OK if verdict.correct else Outcome.WRONG
+        return Episode(problem_id=self.problem.problem_id, log=self.log, outcome=outcome, reward=verdict.reward,
+                       answer=answer, verdict=verdict, turns=self.turns, tool_calls=tuple(self.calls))
+
+    def failed(self, error: TidemillError) -> Episode:
+        """The episode an infrastructure failure leaves."""
+        return Episode(problem_id=self.problem.problem_id, log=self.log, outcome=Outcome.INFRA_ERROR, reward=None,
+                       answer="", turns=self.turns, tool_calls=tuple(self.calls),
+                       error=f"{type(error).__name__}: {error}")
+
+    async def close(self) -> None:
+        """Give back sandbox and session; idempotent. A closing that fails has nothing left to spoil."""
+        self._give_back()
+        if self._opened:
+            self._opened = False
+            with suppress(EngineError):
+                await self.harness.engine.close_session(self.episode_id)
+
+    # -- forced scaffold -------------------------------------------------------------------------------------------
+
+    async def _forced(self) -> str:
+        s = self.harness.scaffold
+        self._give(s.prompt(self.problem))
+        for turn in range(1, self.harness.settings.max_turns + 1):
+            self.turns = turn
+            self._give(s.turn())
+            response = await self._slot(s.close_id)
+            if response.text or not self.harness.tools:
+                self._give(s.end_answer())
+                self.messages.append({"role": "assistant", "content": response.text})
+                return response.text
+            if turn == self.harness.settings.max_turns:
+                break
+            await self._forced_call(last=turn + 1 == self.harness.settings.max_turns)
+        raise _Truncated
+
+    async def _forced_call(self, *, last: bool) -> None:
+        """One tool call; `last`: no later turn can call again, so the sandbox is given back at once."""
+        s = self.harness.scaffold
+        self._want_bench()
+        self._give(s.begin_call())
+        name = (await self._slot(s.quote_id)).text
+        tool = s.tools.get(name)
+        if tool is None:
+            self._give(s.end_call(without_arguments=True))
+            reason = f"no tool {name}"
+            self._answered(name, {}, ToolCall(tool=name, arguments={}, result=refusal(reason), duration_s=0.0,
+                                              error=reason))
+            return
+        arguments: dict[str, Any] = {}
+        for number, (key, kind) in enumerate(s.parameters(tool)):
+            self._give(s.begin_argument(key, kind, first=number == 0))
+            arguments[key] = _typed((await self._slot(s.close_id)).text, kind)
+            self._give(s.end_argument())
+        self._give(s.end_call())
+        call = await invoke(tool, arguments, await self._get_bench())
+        self._answered(name, arguments, call)
+        if last and not self.harness.task.grades_in_sandbox:
+            self._give_back()
+
+    def _answered(self, name: str, arguments: Mapping[str, Any], call: ToolCall) -> None:
+        self._note(call)
+        call_id = f"call_{len(self.calls)}"
+        function = {"name": name, "arguments": json.dumps(dict(arguments), ensure_ascii=False)}
+        self.messages.append({"role": "assistant", "content": "",
+                              "tool_calls": [{"id": call_id, "type": "function", "function": function}]})
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": call.result.text})
+        self._give(self.harness.scaffold.result(name, call.result.text))
+
+    async def _slot(self, end_id: int) -> Slot:
+        s = self.harness.scaffold
+        ids = await self._sample(s.stops(end_id))
+        slot = s.read(ids, end_id)
+        if slot.stray:
+            raise _Stray
+        if not slot.ended:
+            raise _Truncated
+        return slot
+
+    # -- free scaffold ---------------------------------------------------------------------------------------------
+
+    async def _free(self) -> str:
+        """The policy writes whole turns; only the generation prefix is given."""
+        codec = self.harness.scaffold.codec
+        prefix = codec.encode(codec.generation_prefix(thinking=True))
+        self._give(self.harness.scaffold.prompt(self.problem))
+        for turn in range(1, self.harness.settings.max_turns + 1):
+            self.turns = turn
+            self._give(prefix)
+            ids = await self._sample(codec.stop_ids)
+            parser = codec.parser(thinking=True)
+            parser.push(ids)
+            parser.finish()
+            parsed = parser.message
+            if not parsed.complete:
+                raise _Truncated
+            if not parsed.calls:
+                self.messages.append({"role": "assistant", "content": parsed.content})
+                return parsed.content
+            if turn == self.harness.settings.max_turns:
+                break
+            self._want_bench()
+            await self._free_calls(parsed.content, parsed.calls)
+        raise _Truncated
+
+    async def _free_calls(self, content: str, calls: Sequence[ParsedCall | MalformedCall]) -> None:
+        rows: list[Message] = []
+        listed: list[dict[str, Any]] = []
+        for call in calls:
+            tool = self.harness.scaffold.tools.get(call.name)
+            arguments = dict(call.arguments) if isinstance(call, ParsedCall) else {}
+            if tool is None or isinstance(call, MalformedCall):
+                reason = call.problem if isinstance(call, MalformedCall) else f"no tool {call.name}"
+                done = ToolCall(tool=call.name, arguments=arguments, result=refusal(reason), duration_s=0.0,
+                                error=reason)
+            else:
+                done = await invoke(tool, arguments, await self._get_bench())
+            self._note(done)
+            call_id = f"call_{len(self.calls)}"
+            function = {"name": call.name or "unknown", "arguments": json.dumps(arguments, ensure_ascii=False)}
+            listed.append({"id": call_id, "type": "function", "function": function})
+            rows.append({"role": "tool", "tool_call_id": call_id, "name": call.name or "unknown",
+                         "content": done.result.text})
+        self.messages.append({"role": "assistant", "content": content, "tool_calls": listed})
+        self.messages += rows
+        codec = self.harness.scaffold.codec
+        options = ChatOptions(generation_prefix=False)
+        self._give(codec.prompt_ids(parse_messages(rows), options))
+
+    # -- engine and sandbox ----------------------------------------------------------------------------------------
+
+    def _give(self, ids: Sequence[int]) -> None:
+        self.log.give(ids)
+        self._given.extend(ids)
+
+    async def _sample(self, stops: tuple[int, ...]) -> tuple[int, ...]:
+        """Sample until a stop; the session then holds everything up to it. Raises _Truncated, EngineError."""
+        left = self.harness.settings.max_sampled_tokens - self.log.num_sampled
+        if left <= 0:
+            raise _Truncated
+        self._requests += 1
+        params = SamplingParams(max_tokens=left, temperature=self.draw.temperature, seed=self.draw.seed,
+                                sequence=self.draw.sequence, stop_token_ids=stops)
+        done: Completion = await self.harness.engine.generate(GenerateRequest(
+            request_id=f"{self.episode_id}.{self._requests}", ids=tuple(self._given), sampling=params,
+            session_id=self.episode_id))
+        if done.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            raise EngineError(done.error or f"request ended with {done.finish_reason.value}")
+        self._given.clear()
+        self.log.sample(done.ids, done.logprobs, done.versions)
+        return done.ids
+
+    def _want_bench(self) -> None:
+        """Begin to get a sandbox and furnish it while the policy goes on writing."""
+        if self._bench is None:
+            self._bench = asyncio.ensure_future(self._furnish())
+
+    async def _get_bench(self) -> Bench:
+        self._want_bench()
+        assert self._bench is not None
+        return await self._bench
+
+    async def _furnish(self) -> Bench:
+        pool = self.harness.pool
+        if pool is None:
+            raise SandboxError("this task needs a sandbox and the harness has no pool")
+        bench = await pool.acquire()
+        try:
+            setup = self.problem.setup
+            if setup is not None:
+                for path, data in setup.files.items():
+                    await bench.sandbox.write_file(path, data)
+                for kind, code in setup.code.items():
+                    result = await bench.run(kind, code)
+                    if result is None or result.exit_code != 0:
+                        why = "the session had ended" if result is None else result.stderr.decode("utf-8", "replace")
+                        raise SandboxError(f"setup of problem {self.problem.problem_id} failed: {why.strip()}")
+        except BaseException:
+            pool.release(bench)
+            raise
+        return bench
+
+    def _give_back(self) -> None:
+        task, self._bench = self._bench, None
+        if task is None or self.harness.pool is None:
+            return
+        if not task.done():
+            task.cancel()
+        elif not task.cancelled() and task.exception() is None:
+            self.harness.pool.release(task.result())
+
+    def _note(self, call: ToolCall) -> None:
+        self.calls.append(call)
+        if self.harness.pool is not None and not call.error:
+            self.harness.pool.stats.note_tool(call.duration_s)
+
+
+def _typed(text: str, kind: str) -> Any:
+    """A slot's text as the value its parameter wants; the text itself if it is no such value."""
+    if kind == "string":
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
