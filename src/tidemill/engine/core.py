@@ -211,6 +211,7 @@ class EngineCore:
             "sessions": float(len(self._sessions)), "preemptions": float(self.scheduler.num_preempted),
             "evictions": float(self.residency.num_evicted), "free_pages": float(self.residency.pages.num_free),
             "free_slots": float(self.residency.slots.num_free), "pool_bytes": float(self.plan.pool_bytes),
+            "slot_bytes": float(self.plan.slot_bytes), "page_bytes": float(self.plan.page_bytes),
         }
         return EngineInfo(
             model=self.weights.name, base_digest=self.weights.base_digest, adapter_digest=self.adapters.digest,
