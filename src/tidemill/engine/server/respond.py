@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-import anyio
 from sse_starlette import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import Response
@@ -133,8 +132,7 @@ class _ClosingEvents(EventSourceResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            with anyio.CancelScope(shield=True):
-                await self._chunks.aclose()
+            await self._chunks.aclose()
 
 
 async def _disconnected(request: Request) -> None:
