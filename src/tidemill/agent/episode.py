@@ -14,13 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tidemill.agent.grading import GraderError, grade
+from tidemill.agent.grading import grade
 from tidemill.agent.pool import SandboxPool
 from tidemill.agent.scaffold import Scaffold, Slot
 from tidemill.agent.task import Attempt, Message, Problem, Task, Verdict
 from tidemill.agent.tool import Bench, Tool, ToolCall, ToolLimits, invoke, refusal
 from tidemill.core.engine_api import Completion, EngineClient, FinishReason, GenerateRequest, SamplingParams
-from tidemill.core.errors import BusyError, EngineError, InputError, NotFoundError, SandboxError, TidemillError
+from tidemill.core.errors import EngineError, SandboxError, TidemillError
 from tidemill.core.outcomes import Outcome
 from tidemill.core.token_log import TokenLog
 from tidemill.model.chat.codec import ChatOptions
@@ -37,6 +37,8 @@ class EpisodeSettings(Protocol):
     def max_turns(self) -> int: ...
     @property
     def max_sampled_tokens(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
     @property
     def tool_timeout_s(self) -> float: ...
     @property
@@ -66,6 +68,8 @@ class Episode:
     tool_calls: tuple[ToolCall, ...] = ()
     error: str = ""
     seconds: float = 0.0
+    generate_s: float = 0.0
+    """Part of `seconds` spent waiting for the engine."""
 
     def to_json(self) -> dict[str, Any]:
         """One row of an episode file."""
@@ -74,7 +78,8 @@ class Episode:
             "answer": self.answer, "detail": self.verdict.detail if self.verdict else "", "turns": self.turns,
             "tool_calls": [{"tool": c.tool, "arguments": dict(c.arguments), "result": c.result.text, "ok": c.result.ok,
                             "ms": round(c.duration_s * 1e3, 3)} for c in self.tool_calls],
-            "error": self.error, "seconds": round(self.seconds, 4), **self.log.to_json(),
+            "error": self.error, "seconds": round(self.seconds, 4), "generate_s": round(self.generate_s, 4),
+            **self.log.to_json(),
         }
 
 
@@ -96,11 +101,15 @@ class Harness:
 
 
 class _Truncated(Exception):  # noqa: N818 - control flow within this file
-    """A limit was reached."""
+    """A limit was reached. Carries the answer as far as it got."""
+
+    def __init__(self, answer: str = "") -> None:
+        super().__init__(answer)
+        self.answer = answer
 
 
 class _Stray(Exception):  # noqa: N818 - control flow within this file
-    """The policy left the grammar where the scaffold cannot go on."""
+    """The policy left the grammar in its answer, where no tool result can tell it so."""
 
 
 async def run_episode(harness: Harness, problem: Problem, draw: Draw, *, episode_id: str) -> Episode:
@@ -109,11 +118,11 @@ async def run_episode(harness: Harness, problem: Problem, draw: Draw, *, episode
     attempt = _Attempt(harness, problem, draw, episode_id)
     try:
         episode = await attempt.run()
-    except (EngineError, BusyError, NotFoundError, InputError, SandboxError, GraderError) as e:
+    except TidemillError as e:
         episode = attempt.failed(e)
     finally:
         await attempt.close()
-    episode.seconds = time.perf_counter() - started
+    episode.seconds, episode.generate_s = time.perf_counter() - started, attempt.generate_s
     return episode
 
 
@@ -129,6 +138,7 @@ class _Attempt:
     calls: list[ToolCall] = field(default_factory=list[ToolCall])
     messages: list[Message] = field(default_factory=list[Message])
     turns: int = 0
+    generate_s: float = 0.0
     _given: list[int] = field(default_factory=list[int])
     """Tokens given since the engine last heard of the session."""
     _requests: int = 0
@@ -146,8 +156,8 @@ class _Attempt:
                 answer = await self._forced()
             else:
                 answer = await self._free()
-        except _Truncated:
-            complete, truncated = False, True
+        except _Truncated as cut:
+            answer, complete, truncated = cut.answer, False, True
         except _Stray:
             complete = False
         return await self._graded(answer, complete=complete, truncated=truncated)
@@ -177,7 +187,7 @@ class _Attempt:
         self._give_back()
         if self._opened:
             self._opened = False
-            with suppress(EngineError):
+            with suppress(TidemillError):
                 await self.harness.engine.close_session(self.episode_id)
 
     # -- forced scaffold -------------------------------------------------------------------------------------------
@@ -188,39 +198,50 @@ class _Attempt:
         for turn in range(1, self.harness.settings.max_turns + 1):
             self.turns = turn
             self._give(s.turn())
-            response = await self._slot(s.close_id)
+            response = await self._slot(s.close_id, is_answer=True)
+            if response.stray:
+                raise _Stray
             if response.text or not self.harness.tools:
                 self._give(s.end_answer())
                 self.messages.append({"role": "assistant", "content": response.text})
                 return response.text
             if turn == self.harness.settings.max_turns:
                 break
-            await self._forced_call(last=turn + 1 == self.harness.settings.max_turns)
+            await self._forced_call()
+            if turn + 1 == self.harness.settings.max_turns and not self.harness.task.grades_in_sandbox:
+                # No later turn can call again: the sandbox is given back at once.
+                self._give_back()
         raise _Truncated
 
-    async def _forced_call(self, *, last: bool) -> None:
-        """One tool call; `last`: no later turn can call again, so the sandbox is given back at once."""
+    async def _forced_call(self) -> None:
+        """One tool call. What the policy gets wrong in it is answered with an error for it to read."""
         s = self.harness.scaffold
         self._want_bench()
         self._give(s.begin_call())
-        name = (await self._slot(s.quote_id)).text
+        named = await self._slot(s.quote_id)
+        name, arguments, problem = named.text, dict[str, Any](), "malformed call" if named.stray else ""
         tool = s.tools.get(name)
-        if tool is None:
+        if problem:
+            self._give(s.end_call())
+        elif tool is None:
+            problem = f"no tool {name}"
             self._give(s.end_call(without_arguments=True))
-            reason = f"no tool {name}"
-            self._answered(name, {}, ToolCall(tool=name, arguments={}, result=refusal(reason), duration_s=0.0,
-                                              error=reason))
-            return
-        arguments: dict[str, Any] = {}
-        for number, (key, kind) in enumerate(s.parameters(tool)):
-            self._give(s.begin_argument(key, kind, first=number == 0))
-            arguments[key] = _typed((await self._slot(s.close_id)).text, kind)
-            self._give(s.end_argument())
-        self._give(s.end_call())
-        call = await invoke(tool, arguments, await self._get_bench())
+        else:
+            slots = s.parameters(tool)
+            for number, (key, kind) in enumerate(slots):
+                self._give(s.begin_argument(key, kind, first=number == 0))
+                value = await self._slot(s.close_id)
+                if value.stray:
+                    problem = "malformed call"
+                    break
+                arguments[key] = _typed(value.text, kind)
+                self._give(s.end_argument())
+            self._give(s.end_call(without_arguments=not slots))
+        if problem or tool is None:
+            call = ToolCall(tool=name, arguments=arguments, result=refusal(problem), duration_s=0.0, error=problem)
+        else:
+            call = await invoke(tool, arguments, await self._get_bench())
         self._answered(name, arguments, call)
-        if last and not self.harness.task.grades_in_sandbox:
-            self._give_back()
 
     def _answered(self, name: str, arguments: Mapping[str, Any], call: ToolCall) -> None:
         self._note(call)
@@ -231,14 +252,13 @@ class _Attempt:
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": call.result.text})
         self._give(self.harness.scaffold.result(name, call.result.text))
 
-    async def _slot(self, end_id: int) -> Slot:
+    async def _slot(self, end_id: int, *, is_answer: bool = False) -> Slot:
+        """Let the policy fill a slot. Raises _Truncated if a limit ends it."""
         s = self.harness.scaffold
         ids = await self._sample(s.stops(end_id))
         slot = s.read(ids, end_id)
-        if slot.stray:
-            raise _Stray
-        if not slot.ended:
-            raise _Truncated
+        if not slot.ended and not slot.stray:
+            raise _Truncated(slot.text if is_answer else "")
         return slot
 
     # -- free scaffold ---------------------------------------------------------------------------------------------
@@ -257,7 +277,7 @@ class _Attempt:
             parser.finish()
             parsed = parser.message
             if not parsed.complete:
-                raise _Truncated
+                raise _Truncated(parsed.content)
             if not parsed.calls:
                 self.messages.append({"role": "assistant", "content": parsed.content})
                 return parsed.content
@@ -299,17 +319,23 @@ class _Attempt:
 
     async def _sample(self, stops: tuple[int, ...]) -> tuple[int, ...]:
         """Sample until a stop; the session then holds everything up to it. Raises _Truncated, EngineError."""
-        left = self.harness.settings.max_sampled_tokens - self.log.num_sampled
+        settings = self.harness.settings
+        left = min(settings.max_sampled_tokens - self.log.num_sampled, settings.max_model_len - len(self.log))
         if left <= 0:
             raise _Truncated
         self._requests += 1
         params = SamplingParams(max_tokens=left, temperature=self.draw.temperature, seed=self.draw.seed,
                                 sequence=self.draw.sequence, stop_token_ids=stops)
+        started = time.perf_counter()
         done: Completion = await self.harness.engine.generate(GenerateRequest(
             request_id=f"{self.episode_id}.{self._requests}", ids=tuple(self._given), sampling=params,
             session_id=self.episode_id))
+        self.generate_s += time.perf_counter() - started
         if done.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             raise EngineError(done.error or f"request ended with {done.finish_reason.value}")
+        if done.prompt_tokens != len(self.log):
+            raise EngineError(f"session {self.episode_id}: the engine holds {done.prompt_tokens} given tokens, the log "
+                              f"{len(self.log)}")
         self._given.clear()
         self.log.sample(done.ids, done.logprobs, done.versions)
         return done.ids
@@ -327,7 +353,9 @@ class _Attempt:
     async def _furnish(self) -> Bench:
         pool = self.harness.pool
         if pool is None:
-            raise SandboxError("this task needs a sandbox and the harness has no pool")
+            if self.problem.setup is not None:
+                raise SandboxError("this problem is set up in a sandbox and the harness has no pool")
+            return Bench(None, {}, self.harness.limits)
         bench = await pool.acquire()
         try:
             setup = self.problem.setup
@@ -346,11 +374,12 @@ class _Attempt:
 
     def _give_back(self) -> None:
         task, self._bench = self._bench, None
-        if task is None or self.harness.pool is None:
-            return
-        if not task.done():
+        if task is not None:
             task.cancel()
-        elif not task.cancelled() and task.exception() is None:
+            task.add_done_callback(self._release)
+
+    def _release(self, task: asyncio.Task[Bench]) -> None:
+        if not task.cancelled() and task.exception() is None and self.harness.pool is not None:
             self.harness.pool.release(task.result())
 
     def _note(self, call: ToolCall) -> None:
@@ -367,5 +396,3 @@ def _typed(text: str, kind: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-

@@ -16,6 +16,7 @@ control token in a slot is a stray one and the policy's fault.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -135,11 +136,14 @@ class Scaffold:
             self._choose(log, (), self.close_id)
             log.give(self._begin_call)
             self._choose(log, self._ids([turn.tool]), self.quote_id)
-            for number, (name, kind) in enumerate(self.parameters(self.tools[turn.tool])):
+            slots = self.parameters(self.tools[turn.tool])
+            for number, (name, kind) in enumerate(slots):
                 log.give(self.begin_argument(name, kind, first=number == 0))
-                self._choose(log, self._ids([str(turn.arguments[name])]), self.close_id)
+                value = turn.arguments[name]
+                text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                self._choose(log, self._ids([text]), self.close_id)
                 log.give(self._end_argument)
-            log.give(self._end_call)
+            log.give(self.end_call(without_arguments=not slots))
             log.give(self.result(turn.tool, turn.result))
         return log
 

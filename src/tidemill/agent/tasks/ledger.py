@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 from tidemill.agent.task import Attempt, Drill, Problem, Setup, Split, SplitRule, Task, Turn, Verdict
 from tidemill.core.config import require
@@ -37,7 +38,7 @@ class LedgerTask(Task):
         rule = SplitRule(test=0.25, dev=0.07, salt="ledger")
         triples = itertools.product(itertools.permutations(self._names, 3), "+-", "+-")
         prompts = [f"{a}{p}{b}{q}{c}" for (a, b, c), p, q in triples]
-        self._prompts = rule.partition((p, p) for p in prompts)
+        self._prompts = rule.partition((_canonical(p), p) for p in prompts)
 
     def size(self, split: Split) -> int:
         return len(self._prompts[split])
@@ -78,13 +79,15 @@ class LedgerTask(Task):
         return out
 
 
-def _value(prompt: str, values: dict[str, int]) -> int:
-    """The sum an expression like `oak+fir-elm` stands for."""
-    total, sign, name = 0, 1, ""
-    for char in [*prompt, "+"]:
-        if char in "+-":
-            total += sign * values[name]
-            sign, name = (1 if char == "+" else -1), ""
-        else:
-            name += char
-    return total
+def _terms(prompt: str) -> list[tuple[str, str]]:
+    """(sign, name) of each term of an expression like `oak+fir-elm`."""
+    return re.findall(r"([+-])([a-z]+)", f"+{prompt}")
+
+
+def _canonical(prompt: str) -> str:
+    """The same for every way to write one sum, so that a sum and its rearrangements share a split."""
+    return "".join(sorted(sign + name for sign, name in _terms(prompt)))
+
+
+def _value(prompt: str, values: Mapping[str, int]) -> int:
+    return sum(values[name] if sign == "+" else -values[name] for sign, name in _terms(prompt))
