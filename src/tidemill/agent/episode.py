@@ -144,6 +144,8 @@ class _Attempt:
     _requests: int = 0
     _opened: bool = False
     _bench: asyncio.Task[Bench] | None = None
+    _stopping: set[asyncio.Task[Bench]] = field(default_factory=set[asyncio.Task[Bench]])
+    """Benches that were asked for, are no longer wanted, and have not come yet."""
 
     async def run(self) -> Episode:
         self.messages = list(self.problem.messages)
@@ -185,6 +187,8 @@ class _Attempt:
     async def close(self) -> None:
         """Give back sandbox and session; idempotent. A closing that fails has nothing left to spoil."""
         self._give_back()
+        if self._stopping:
+            await asyncio.wait(self._stopping)
         if self._opened:
             self._opened = False
             with suppress(TidemillError):
@@ -374,9 +378,14 @@ class _Attempt:
 
     def _give_back(self) -> None:
         task, self._bench = self._bench, None
-        if task is not None:
+        if task is None:
+            return
+        if task.done():
+            self._release(task)
+        else:
             task.cancel()
             task.add_done_callback(self._release)
+            self._stopping.add(task)
 
     def _release(self, task: asyncio.Task[Bench]) -> None:
         if not task.cancelled() and task.exception() is None and self.harness.pool is not None:

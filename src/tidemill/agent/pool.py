@@ -70,7 +70,7 @@ class SandboxPool:
         self._waiting: deque[asyncio.Future[Bench]] = deque()
         self._lent: set[Bench] = set()
         self._used: set[str] = set()
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
         self._alive = 0
         self._broken: TidemillError | None = None
         self._closed = False
@@ -81,9 +81,7 @@ class SandboxPool:
         try:
             benches = await asyncio.gather(*tasks)
         except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            self._background.update(tasks)
             await self.close()
             raise
         self._alive = self._size

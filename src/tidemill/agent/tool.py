@@ -133,15 +133,16 @@ def present(result: ExecResult | None, limits: ToolLimits, *, whole_traceback: b
     elif failed and not errors:
         parts.append(f"error: exit code {result.exit_code}" if result.exit_code is not None
                      else f"error: killed by signal {result.signal}")
-    text, cut = cut_text("\n".join(p for p in parts if p), limits.output_bytes)
+    text, cut = cut_text("\n".join(p for p in parts if p), limits.output_bytes, missing=result.truncated)
     return ToolResult(text=text, ok=not failed and not result.timed_out, timed_out=result.timed_out,
-                      truncated=cut or result.truncated)
+                      truncated=cut)
 
 
-def cut_text(text: str, limit_bytes: int) -> tuple[str, bool]:
-    """At most `limit_bytes` of UTF-8, whole characters, with a note at the end if something is missing."""
+def cut_text(text: str, limit_bytes: int, *, missing: bool = False) -> tuple[str, bool]:
+    """At most `limit_bytes` of UTF-8, whole characters, with a note at the end if something is missing (also if
+    `missing` says that something was before)."""
     raw = text.encode("utf-8", "replace")
-    if len(raw) <= limit_bytes:
+    if len(raw) <= limit_bytes and not missing:
         return raw.decode(), False
     note = " [cut]"
     keep = max(0, limit_bytes - len(note))
