@@ -1,7 +1,7 @@
 """Runs graders so that nothing they do ends a run: raising, hanging and NaN become the reason of an outcome.
 
 A plain grader runs in a thread of its own, since a loop inside it could not be interrupted; one that hangs is left
-behind as a daemon thread, and the run goes on.
+behind as a daemon thread, and the run goes on. Tasks whose grader cannot hang say so (`grades_inline`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ async def _call(task: Task, problem: Problem, attempt: Attempt) -> Any:
     try:
         if inspect.iscoroutinefunction(task.grade):
             return await cast("Awaitable[Grade]", task.grade(problem, attempt))
-        return await _in_thread(task, problem, attempt)
+        return task.grade(problem, attempt) if task.grades_inline else await _in_thread(task, problem, attempt)
     except TidemillError:
         raise
     except Exception as e:

@@ -95,6 +95,9 @@ class Task(ABC):
     """Write the tools' descriptions into the prompt."""
     words: tuple[str, ...] = ()
     """Words that a tokenizer trained for this task alone should hold as single tokens."""
+    grades_inline: bool = False
+    """`grade` is plain code that always returns at once: it runs on the event loop, not in a thread of its own, which
+    would cost milliseconds beside a busy engine thread. A grader that could hang must leave this False."""
     grades_in_sandbox: bool = False
     """The grader looks into the sandbox, so the episode keeps it until then."""
 

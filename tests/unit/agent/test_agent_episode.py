@@ -207,6 +207,10 @@ class Graded(Task):
         return self.grader(attempt)
 
 
+class InlineGraded(Graded):
+    grades_inline = True
+
+
 class AsyncGraded(Graded):
     async def grade(self, problem: Problem, attempt: Attempt) -> Any:
         await asyncio.sleep(0)
@@ -226,7 +230,7 @@ def graded(stage: Any, task: Task, **changes: Any) -> Episode:
     (True, Outcome.OK, 1.0), (False, Outcome.WRONG, 0.0), (0.5, Outcome.WRONG, 0.5), (1, Outcome.OK, 1.0),
     (Verdict(reward=0.2, correct=True), Outcome.OK, 0.2),
 ])
-@pytest.mark.parametrize("kind", [Graded, AsyncGraded])
+@pytest.mark.parametrize("kind", [Graded, InlineGraded, AsyncGraded])
 def test_verdicts(stage: Any, kind: Any, value: Any, outcome: Outcome, reward: float) -> None:
     episode = graded(stage, kind(lambda attempt: value))
     assert (episode.outcome, episode.reward, episode.answer) == (outcome, reward, "1")
@@ -236,7 +240,7 @@ def _raise(error: Exception) -> Any:
     raise error
 
 
-@pytest.mark.parametrize("kind", [Graded, AsyncGraded])
+@pytest.mark.parametrize("kind", [Graded, InlineGraded, AsyncGraded])
 @pytest.mark.parametrize(("grader", "reason"), [
     (lambda attempt: math.nan, "reward nan"),
     (lambda attempt: math.inf, "reward inf"),

@@ -30,6 +30,7 @@ class LedgerTask(Task):
     name = "ledger"
     tools = (_TOOL,)
     declare_tools = False
+    grades_inline = True
     words = (*NAMES, "+", "-")
 
     def __init__(self, *, names: int = len(NAMES)) -> None:
