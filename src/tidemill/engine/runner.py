@@ -17,7 +17,7 @@ from tidemill.engine.memory.pools import Pools
 from tidemill.engine.weights import DenseWeights, EngineWeights, KdaWeights, MlaWeights, MoeWeights
 from tidemill.kernels import kda, mla, moe
 from tidemill.kernels.attn_res import mix
-from tidemill.kernels.conv import short_conv
+from tidemill.kernels.conv import short_conv, short_conv_rows
 from tidemill.kernels.linear import linear
 from tidemill.kernels.norm import gated_rms_norm, rms_norm
 from tidemill.kernels.pointwise import sigmoid
@@ -88,7 +88,7 @@ class Runner:
         u = linear(x, w.in_proj)
         qkv, gate, f_a, b = u.split([3 * width, width, dim, heads], dim=1)
         z = linear(f_a, w.f_b_proj)[:rows].view(rows, heads, dim)
-        mixed = short_conv(self._taps(index, qkv[:rows], batch), w.conv)
+        mixed = self._convolve(index, qkv[:rows], w.conv, batch)
         q, k, v = (part.view(rows, heads, dim) for part in mixed.split(width, dim=1))
         q, k = kda.qk_norm(q.contiguous(), k.contiguous())
         g = kda.gate(z, w.a_log, w.dt_bias, self._linear.gate_lower_bound)
@@ -97,17 +97,17 @@ class Runner:
         y = gated_rms_norm(o.to(x.dtype), w.o_norm, gate.reshape(-1, heads, dim), self._c.rms_norm_eps).view(-1, width)
         return _adapted(y, w.o_proj, lora and lora.get("self_attn.o_proj"))
 
-    def _taps(self, index: int, new: Tensor, batch: Batch) -> Tensor:
-        """The four inputs of each row's convolution [R, 4, 3P]; carries the last three of each sequence on."""
+    def _convolve(self, index: int, new: Tensor, w: Tensor, batch: Batch) -> Tensor:
+        """Convolve each row with its three predecessors [R, 3P]; carries the last three inputs of each sequence on."""
         pool = self._pools.taps[index]
         carried = pool.index_select(0, batch.slots)
         if batch.taps is None or batch.carry is None:
             taps = torch.cat([carried, new.unsqueeze(1)], dim=1)
             pool.index_copy_(0, batch.slots, taps[:, 1:])
-            return taps
+            return short_conv(taps, w)
         known = torch.cat([carried.flatten(0, 1), new])
         pool.index_copy_(0, batch.slots, known[batch.carry])
-        return known[batch.taps]
+        return short_conv_rows(known, batch.taps, w)
 
     def _recur(self, index: int, batch: Batch, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
                out: Tensor) -> None:

@@ -19,5 +19,21 @@ def short_conv(taps: Tensor, w: Tensor) -> Tensor:
     taps[R, 4, C] contiguous; w[C, 4] (also [C, 1, 4]) fp32. Products and sum in fp32 in the order of j, SiLU in
     fp32, one cast to taps' dtype -> [R, C]. Row-invariant. Mutates nothing.
     """
-    p = taps.float() * w.reshape(-1, WIDTH).t()
-    return silu((p[:, 0] + p[:, 1]).add_(p[:, 2]).add_(p[:, 3])).to(taps.dtype)
+    wt = w.reshape(-1, WIDTH).t().contiguous()
+    p = taps[:, 0].float() * wt[0]
+    for j in range(1, WIDTH):
+        p.add_(taps[:, j].float() * wt[j])
+    return silu(p).to(taps.dtype)
+
+
+def short_conv_rows(known: Tensor, rows: Tensor, w: Tensor) -> Tensor:
+    """`short_conv` of the taps known[rows], to the same bits, without putting the taps side by side in memory.
+
+    known[M, C], rows[R, 4] int64 (oldest tap first), w[C, 4] fp32 -> [R, C] in known's dtype. Mutates nothing.
+    """
+    wt = w.reshape(-1, WIDTH).t().contiguous()
+    columns = rows.t().contiguous()
+    p = known.index_select(0, columns[0]).float().mul_(wt[0])
+    for j in range(1, WIDTH):
+        p.add_(known.index_select(0, columns[j]).float().mul_(wt[j]))
+    return silu(p).to(known.dtype)
