@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
 
-from tidemill.core.errors import NotFoundError, SandboxDiedError, TidemillError
+from tidemill.core.errors import InputError, NotFoundError, SandboxDiedError, TidemillError
 from tidemill.core.launcher import start_time
 from tidemill.core.sandbox_api import Capabilities, ExecResult, Sandbox, SandboxInfo, SandboxState
 from tidemill.sandbox.api.errors import error_from_answer, error_from_body
+from tidemill.sandbox.api.schema import MAX_FILE_BYTES, MAX_JSON_BYTES
 from tidemill.sandbox.wire import Address, Answer, ConnectionPool
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class LocalSandbox:
                    max_output_bytes: int = 1 << 20) -> ExecResult:
         body: dict[str, Any] = {"argv": list(argv), "user": user, "timeout": timeout_s,
                                 "maxOutputBytes": max_output_bytes}
+        _check_size("stdin", len(stdin), MAX_JSON_BYTES // 2)
         if stdin:
             body["stdin"] = base64.b64encode(stdin).decode()
         if env:
@@ -97,6 +99,7 @@ class LocalSandbox:
         return [LocalSession(self, item["sessionID"], item["kind"]) for item in found]
 
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        _check_size("data", len(data), MAX_FILE_BYTES)
         target = f"{self._x}/files?path={quote(path, safe='/')}&mode={mode:o}"
         await self.client.send("PUT", target, data, content_type="application/octet-stream", timeout_s=_LIFE_S)
 
@@ -304,6 +307,13 @@ class LocalSandboxClient:
             if self._joined.get(lease) is task:
                 del self._joined[lease]
             raise
+
+
+def _check_size(field: str, size: int, limit: int) -> None:
+    """The service would refuse it and close the connection while we still send."""
+    if size > limit:
+        raise InputError(f"{field} has {size} bytes, more than {limit}.", field=field,
+                         remedy="Split it into several files.")
 
 
 def _create_body(template: str, backend: str, lease: str, timeout_s: float,

@@ -7,7 +7,14 @@ import json
 
 import pytest
 
-from tidemill.core.errors import BusyError, MissingCapabilityError, NotFoundError, SandboxDiedError, SandboxError
+from tidemill.core.errors import (
+    BusyError,
+    InputError,
+    MissingCapabilityError,
+    NotFoundError,
+    SandboxDiedError,
+    SandboxError,
+)
 from tidemill.sandbox import entry as entry_module
 from tidemill.sandbox.client import LocalSandbox
 
@@ -92,6 +99,20 @@ def test_one_failed_copy_does_not_harm_the_others(fake_service, machine) -> None
                 await sandbox.fork(3)
             assert len(await client.list()) == 3
             assert len(machine.boxes) == 3
+
+    asyncio.run(main())
+
+
+def test_what_is_too_large_is_refused_before_it_is_sent(fake_service) -> None:
+    async def main() -> None:
+        async with fake_service() as (client, _):
+            sandbox = await client.create()
+            with pytest.raises(InputError, match="data has 268435457 bytes"):
+                await sandbox.write_file("/f", bytes((256 << 20) + 1))
+            with pytest.raises(InputError, match="stdin"):
+                await sandbox.exec(["cat"], stdin=bytes((16 << 20) + 1))
+            big = bytes(range(256)) * (8 << 12)
+            assert (await sandbox.exec(["cat"], stdin=big, max_output_bytes=len(big))).stdout == big
 
     asyncio.run(main())
 
