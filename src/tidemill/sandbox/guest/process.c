@@ -19,7 +19,11 @@
 
 bool make_pipe(int ends[2], bool ours_is_read)
 {
-    if (pipe2(ends, O_CLOEXEC) < 0)
+    /* The user must own them to open /dev/stdout and its like. */
+    user_enter();
+    int made = pipe2(ends, O_CLOEXEC);
+    user_leave();
+    if (made < 0)
         return false;
     int ours = ends[ours_is_read ? 0 : 1];
     fcntl(ours, F_SETFL, O_NONBLOCK);
