@@ -18,8 +18,8 @@ from tidemill.train.charts import Series, line_chart, stacked_bars
 from tidemill.train.record import Rows, RunRecord
 from tidemill.train.run_dir import RunDir
 
-TokenText = Callable[[int], str]
-"""Text of one token id, control words included."""
+Decode = Callable[[Sequence[int]], str]
+"""Text of token ids, control words included (Tokenizer.decode)."""
 
 EPISODES_SHOWN = 3
 """Sample episodes of each of the first and last step and of each evaluation of the test split."""
@@ -39,19 +39,19 @@ pre{background:#f6f8fa;padding:10px;overflow:auto;font-size:12px}code{font-size:
 """
 
 
-def write_report(run: RunDir, token_text: TokenText) -> Path:
+def write_report(run: RunDir, decode: Decode) -> Path:
     """Write report.html (atomically) from what the folder holds now; returns its path."""
     path = run.path / "report.html"
-    write_atomic(path, render(RunRecord.load(run), token_text).encode())
+    write_atomic(path, render(RunRecord.load(run), decode).encode())
     return path
 
 
-def render(record: RunRecord, token_text: TokenText) -> str:
+def render(record: RunRecord, decode: Decode) -> str:
     """The whole page."""
     title = f"{_e(record.config['name'])} · {_e(record.run.name)}"
     sections = [
         _head(record), _curves(record), _warmup(record), _controls(record), _proof(record), _cost(record),
-        _episodes(record, token_text), _setting(record),
+        _episodes(record, decode), _setting(record),
     ]
     return (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
             f"</head><body>{''.join(sections)}</body></html>\n")
@@ -193,10 +193,10 @@ def _cost(record: RunRecord) -> str:
     return f'<h2>Where the time went</h2>{text}<div class="row">{bars}</div>'
 
 
-def _episodes(record: RunRecord, token_text: TokenText) -> str:
+def _episodes(record: RunRecord, decode: Decode) -> str:
     out: list[str] = []
     for name in _chosen_files(record.run):
-        out += [_episode(name, row, token_text) for row in _varied(list(record.run.read_episodes(name)))]
+        out += [_episode(name, row, decode) for row in _varied(list(record.run.read_episodes(name)))]
     if not out:
         return ""
     legend = ('<p class="sub">Grey tokens were given (prompt, scaffolding, tool results) and never enter the loss. '
@@ -222,14 +222,14 @@ def _varied(rows: Rows) -> Rows:
     return (first + rest)[:EPISODES_SHOWN]
 
 
-def _episode(name: str, row: Mapping[str, Any], token_text: TokenText) -> str:
+def _episode(name: str, row: Mapping[str, Any], decode: Decode) -> str:
     facts = [f"{name}", f"outcome {row['outcome']}", f"reward {_num(row.get('reward'))}"]
     if row.get("advantage") is not None:
         facts.append(f"advantage {row['advantage']:+.3f}")
     facts += [f"{key.replace('_', ' ')} {row[key]}" for key in ("problem_id", "sandbox_id", "error") if row.get(key)]
     spans: list[str] = []
     for i, (token, sampled) in enumerate(zip(row["ids"], row["sampled"], strict=True)):
-        text = _e(token_text(token)).replace("\n", "⏎") or "·"
+        text = _e(decode([token])).replace("\n", "⏎") or "·"
         if not sampled:
             spans.append(f'<span class="g" title="id {token}, given">{text}</span>')
             continue

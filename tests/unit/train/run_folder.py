@@ -15,7 +15,8 @@ CONFIG = RunConfig(name="demo", about="a <b>bold</b> claim & more", task=TaskSec
 
 SUMMARY: dict[str, Any] = {
     "recipe": "demo", "seed": 1, "test_n": 1024, "test_before": 0.25, "test_after": 0.9453125,
-    "ci95_before": [0.22, 0.28], "ci95_after": [0.93, 0.96], "dev_n": 256, "stopped_by": "dev", "steps": 3, "wall_s": 200.5, "setup_s": 21.0,
+    "ci95_before": [0.22, 0.28], "ci95_after": [0.93, 0.96],
+    "dev_n": 256, "stopped_by": "dev", "steps": 3, "wall_s": 200.5, "setup_s": 21.0,
     "sandboxes_used": 32, "sandboxes_left": 0, "tool_calls": 700, "infra_errors": 1, "kl_floor": 1e-9, "kl_last": 2e-9,
     "syncs": 4, "syncs_verified": 4, "head_digest": "sha256:abc",
 }

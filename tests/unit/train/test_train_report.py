@@ -42,7 +42,7 @@ class Page(HTMLParser):
 
 
 def read(run: RunDir) -> tuple[str, Page]:
-    source = write_report(run, lambda token: f"<{token}>").read_text()
+    source = write_report(run, lambda ids: "".join(f"<{i}>" for i in ids)).read_text()
     page = Page()
     page.feed(source)
     page.close()

@@ -1,0 +1,159 @@
+"""Whole runs on a tiny model: kills and resumes, controls, infrastructure failures, refusals."""
+
+import asyncio
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from loop_world import begin, resume, run_once, sandboxes
+
+from tidemill.core.errors import SandboxDiedError, TrainError
+from tidemill.core.files import read_jsonl
+from tidemill.train.run import Result, execute
+from tidemill.train.run_dir import RunDir, check_exactly_once, lineage
+
+WORLD = Path(__file__).with_name("loop_world.py")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """An uninterrupted run; the others borrow its base."""
+    folder = tmp_path_factory.mktemp("whole")
+    return run_once(folder / "runs", folder / "boxes")
+
+
+def test_a_run_leaves_everything_it_promises_and_nothing_else(whole: Result) -> None:
+    for name in ("config.resolved.yaml", "env.json", "data.json", "events.jsonl", "canary.jsonl", "report.html",
+                 "summary.json", "episodes/step-00001.jsonl.zst", "episodes/test-00000.jsonl.zst"):
+        assert (whole.path / name).is_file(), name
+    summary = json.loads((whole.path / "summary.json").read_text())
+    assert summary == whole.summary
+    assert (summary["steps"], summary["syncs"], summary["syncs_verified"]) == (6, 7, 7)
+    assert (summary["stopped_by"], summary["sandboxes_used"], summary["sandboxes_left"]) == ("steps", 2, 0)
+    assert summary["kl_last"] <= 1e-5
+    run = RunDir.open(whole.path)
+    tests = [row for row in read_jsonl(run.events) if row["event"] == "eval" and row["split"] == "test"]
+    assert [row["step"] for row in tests] == [0, 6]
+    chain = ""
+    for version in range(1, 8):
+        manifest = json.loads((run.adapters / f"v{version:04d}" / "manifest.json").read_text())
+        assert manifest["previous"] == chain
+        chain = manifest["manifest_sha256"]
+    assert chain == summary["head_digest"]
+    assert all(row["fires"] == "" for row in read_jsonl(run.path / "canary.jsonl"))
+    numbers = [r["problem_id"] for step in range(1, 7) for r in run.read_episodes(f"step-{step:05d}")]
+    assert len(set(numbers)) == check_exactly_once(run)
+
+
+def child(*args: object) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, str(WORLD), *map(str, args)], stdout=subprocess.DEVNULL,
+                            stderr=subprocess.DEVNULL)
+
+
+def events(runs: Path) -> int:
+    return sum(1 for path in runs.glob("*/events.jsonl") for _ in read_jsonl(path))
+
+
+def stop_somewhere(process: subprocess.Popen[bytes], runs: Path, rng: random.Random, sig: signal.Signals) -> bool:
+    """Send `sig` after a random number of further events and a little more. Returns whether it was still running."""
+    wanted = events(runs) + rng.randint(4, 26)
+    while process.poll() is None and events(runs) < wanted:
+        time.sleep(0.005)
+    time.sleep(rng.random() * 0.3)
+    alive = process.poll() is None
+    if alive:
+        process.send_signal(sig)
+    process.wait(60)
+    return alive
+
+
+@pytest.mark.timeout(300)
+def test_killed_anywhere_and_resumed_it_is_the_same_run(whole: Result, tmp_path: Path) -> None:
+    kill_and_resume(whole, tmp_path, kills=2, seed=1)
+
+
+def kill_and_resume(whole: Result, folder: Path, *, kills: int, seed: int) -> int:
+    """Kill a run `kills` times at random points, each time in a new process, then let it end and compare with `whole`.
+    Returns how many signals hit a living process. Used by the soak run too."""
+    rng = random.Random(seed)
+    runs, boxes = folder / "runs", folder / "boxes"
+    stranger = boxes / "other-run" / "sb-stranger"
+    stranger.parent.mkdir(parents=True)
+    stranger.touch()
+    hits = 0
+    process = child("start", runs, boxes, whole.path / "base")
+    for number in range(kills):
+        hits += stop_somewhere(process, runs, rng, signal.SIGKILL)
+        (path,) = runs.iterdir()
+        if (path / "summary.json").exists():
+            break
+        if number + 1 < kills:
+            process = child("resume", path, boxes)
+    left = len(list((boxes / path.name).glob("sb-*")))
+    if not (path / "summary.json").exists():
+        resume(path, boxes)
+        row = [r for r in read_jsonl(path / "events.jsonl") if r["event"] == "resume"][-1]
+        assert row["removed"] == ([f"{left} sandboxes"] if left else [])
+    run = RunDir.open(path)
+    assert json.loads((path / "summary.json").read_text())["head_digest"] == whole.summary["head_digest"]
+    assert check_exactly_once(run) == check_exactly_once(RunDir.open(whole.path))
+    same = [(a["reward"], a["grad_norm"]) for a in lineage(run)]
+    assert same == [(b["reward"], b["grad_norm"]) for b in lineage(RunDir.open(whole.path))]
+    assert stranger.exists()
+    assert not list((boxes / path.name).glob("sb-*"))
+    return hits
+
+
+@pytest.mark.timeout(200)
+def test_interrupted_it_ends_in_order_and_can_go_on(whole: Result, tmp_path: Path) -> None:
+    runs, boxes = tmp_path / "runs", tmp_path / "boxes"
+    process = child("start", runs, boxes, whole.path / "base")
+    while process.poll() is None and not list(runs.glob("*/episodes/step-00001*")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    (path,) = runs.iterdir()
+    assert not list(boxes.glob("*/sb-*"))
+    assert not (path / "summary.json").exists()
+    assert (path / "report.html").is_file()
+    assert resume(path, boxes).summary["head_digest"] == whole.summary["head_digest"]
+
+
+@pytest.mark.parametrize("control", ["frozen-engine", "zero-scale", "bit-flip", "random-reward"])
+def test_controls_behave_as_the_recipe_says(whole: Result, tmp_path: Path, control: str) -> None:
+    result = run_once(tmp_path / "runs", tmp_path / "boxes", whole.path / "base", control=control,
+                      **{"controls__random-reward": "{steps: 2, expect: flat, tolerance: 0.6}"})
+    assert result.control is not None
+    assert result.control.behaved, result.control.why
+    assert json.loads((result.path / "controls" / f"{control}.json").read_text())["behaved"] is True
+    assert result.summary["sandboxes_left"] == 0
+    if control != "random-reward":
+        assert result.summary["steps"] <= 3
+
+
+def test_dead_sandboxes_are_masked_and_counted(whole: Result, tmp_path: Path) -> None:
+    def die(call: int) -> None:
+        if call % 5 == 0:
+            raise SandboxDiedError("planted")
+
+    result = run_once(tmp_path / "runs", tmp_path / "boxes", whole.path / "base", on_call=die, rl__max_steps=2)
+    assert result.stopped_by == "steps"
+    run = RunDir.open(result.path)
+    rows = [r for p in run.path.glob("episodes/*") for r in run.read_episodes(p.name.removesuffix(".jsonl.zst"))]
+    dead = [r for r in rows if r["outcome"] == "infra_error"]
+    assert dead
+    assert all(r["reward"] is None and "planted" in r["error"] for r in dead)
+    assert result.summary["infra_errors"] == len(dead)
+
+
+def test_rl_does_not_start_outside_the_band(whole: Result, tmp_path: Path) -> None:
+    run, settings = begin(tmp_path / "runs", whole.path / "base", warmup__band=[0.97, 1.0], warmup__stop_at=0.98)
+    with pytest.raises(TrainError, match="outside this recipe's band of 97% to 100%: there would be nothing to learn"):
+        asyncio.run(execute(settings, run, sandboxes=sandboxes(tmp_path / "boxes")))
+    assert not list((tmp_path / "boxes").glob("*/sb-*"))
+    assert [r["new"] for r in read_jsonl(run.events) if r["event"] == "state"][-1] == "failed"
