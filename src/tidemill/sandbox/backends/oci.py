@@ -41,7 +41,7 @@ def bundle_config(spec: BundleSpec) -> dict[str, Any]:
             "args": [AGENT_PATH, "--tmpfs-bytes", str(spec.tmpfs_bytes)],
             "env": ["PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"], "cwd": "/",
             "capabilities": {kind: every for kind in ("bounding", "effective", "inheritable", "permitted")},
-            "noNewPrivileges": False,
+            "noNewPrivileges": False, "oomScoreAdj": 1000,
         },
         "root": {"path": str(spec.rootfs), "readonly": False},
         "hostname": spec.hostname,

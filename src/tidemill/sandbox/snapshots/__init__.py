@@ -1,0 +1,1 @@
+"""Saved guests: folders that a runtime restores from."""
