@@ -1,8 +1,10 @@
-"""Makes a small Debian root filesystem with mmdebstrap, finished so that the sandbox's user can write nowhere in it.
+"""Makes a small Debian root filesystem with mmdebstrap, finished so that the sandbox's user can write
+nowhere in it.
 
-The agent gives the user fresh folders in memory over /home/user, /tmp, /var/tmp and /dev/shm; everything else belongs to root
-and no file here is setuid or writable for others, which is what makes a reset from inside complete. Mirror and keys are the
-machine's own. Starts nothing that outlives the call, even if this process is killed.
+The agent gives the user fresh folders in memory over /home/user, /tmp, /var/tmp and /dev/shm; everything
+else belongs to root and no file here is setuid or writable for others, which is what makes a reset from
+inside complete. Mirror and keys are the machine's own. Starts nothing that outlives the call, even if
+this process is killed.
 """
 
 from __future__ import annotations
@@ -28,6 +30,10 @@ GUEST_FOLDER = "usr/lib/tidemill"
 """Inside: empty files `agent` and `zygote.py`, for backends to mount the real ones over."""
 _PATH = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
 _ROOM_BYTES = 1 << 30
+_TIED_TO_US = (
+    "setpriv --pdeathsig KILL unshare --mount --propagation private --pid --fork --kill-child=KILL --mount-proc"
+)
+"""Killed with us; mounts and processes live in namespaces of their own and go with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +42,14 @@ class Recipe:
 
     suite: str = "bookworm"
     packages: tuple[str, ...] = ("procps", "python3")
-    excluded: tuple[str, ...] = ("/usr/share/doc/*", "/usr/share/man/*", "/usr/share/locale/*", "/usr/share/info/*",
-                                 "/usr/share/lintian/*", "/usr/share/bash-completion/*")
+    excluded: tuple[str, ...] = (
+        "/usr/share/doc/*",
+        "/usr/share/man/*",
+        "/usr/share/locale/*",
+        "/usr/share/info/*",
+        "/usr/share/lintian/*",
+        "/usr/share/bash-completion/*",
+    )
     revision: int = 1
     """Raised when the finishing steps of this file change."""
 
@@ -46,25 +58,38 @@ class Recipe:
         return asdict(self)
 
 
-def build(recipe: Recipe, root: Path, scratch: Path, *, progress: Callable[[str], None], search_path: str | None = None,
-          timeout_s: float = 900.0) -> None:
+def build(
+    recipe: Recipe,
+    root: Path,
+    scratch: Path,
+    *,
+    progress: Callable[[str], None],
+    search_path: str | None = None,
+    timeout_s: float = 900.0,
+) -> None:
     """Make `root` (must not exist). `scratch` is an existing folder for temporary files. Raises SetupError."""
     for program, package in (("mmdebstrap", "mmdebstrap"), ("unshare", "util-linux"), ("setpriv", "util-linux")):
         if shutil.which(program, path=search_path) is None:
-            raise SetupError(f"{program} is not on this machine.", remedy=f"Install it with `apt-get install {package}`.")
+            raise SetupError(
+                f"{program} is not on this machine.", remedy=f"Install it with `apt-get install {package}`."
+            )
     if (free := shutil.disk_usage(scratch).free) < _ROOM_BYTES:
-        raise SetupError(f"{scratch} has {free / 2**20:.0f} MB free; the build needs {_ROOM_BYTES / 2**20:.0f}.",
-                         remedy="Free some space, or set TIDEMILL_CACHE to a folder on a larger disk.")
+        raise SetupError(
+            f"{scratch} has {free / 2**20:.0f} MB free; the build needs {_ROOM_BYTES / 2**20:.0f}.",
+            remedy="Free some space, or set TIDEMILL_CACHE to a folder on a larger disk.",
+        )
     sources = scratch / "sources.list"
     sources.write_text("\n".join(source_lines(recipe.suite)) + "\n")
     program = shutil.which("mmdebstrap", path=search_path) or "mmdebstrap"
     command = [
-        # Killed with us; its mounts and processes live in namespaces of their own and go with it.
-        "setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--propagation", "private", "--pid", "--fork",
-        "--kill-child=KILL", "--mount-proc",
-        program, "--variant=essential", "--mode=root", "--format=directory", f"--include={','.join(recipe.packages)}",
-        "--dpkgopt=force-unsafe-io", *(f"--dpkgopt=path-exclude={p}" for p in recipe.excluded),
-        '--aptopt=Acquire::Languages "none"', '--aptopt=Acquire::Retries "3"', recipe.suite, str(root), str(sources),
+        *_TIED_TO_US.split(),
+        *f"{program} --variant=essential --mode=root --format=directory".split(),
+        f"--include={','.join(recipe.packages)}",
+        "--dpkgopt=force-unsafe-io",
+        *(f"--dpkgopt=path-exclude={p}" for p in recipe.excluded),
+        '--aptopt=Acquire::Languages "none"',
+        '--aptopt=Acquire::Retries "3"',
+        *(recipe.suite, str(root), str(sources)),
     ]
     _run(command, progress, timeout_s)
     progress("finishing: users, folders, permissions")
@@ -84,16 +109,27 @@ def _run(command: Sequence[str], progress: Callable[[str], None], timeout_s: flo
     """Run to the end, one progress line per line of output; killed with all its children on any way out."""
     last: list[str] = []
     deadline = time.monotonic() + timeout_s
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          start_new_session=True, env=_environment()) as process, selectors.DefaultSelector() as wait:
+    with (
+        subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=_environment(),
+        ) as process,
+        selectors.DefaultSelector() as wait,
+    ):
         assert process.stdout is not None
         wait.register(process.stdout, selectors.EVENT_READ)
         try:
             rest = b""
             while True:
                 if not wait.select(max(0.0, deadline - time.monotonic())):
-                    raise SetupError(f"mmdebstrap did not end within {timeout_s:g} s; it said: {' / '.join(last[-3:])}",
-                                     remedy="See whether the package mirror can be reached.")
+                    raise SetupError(
+                        f"mmdebstrap did not end within {timeout_s:g} s; it said: {' / '.join(last[-3:])}",
+                        remedy="See whether the package mirror can be reached.",
+                    )
                 data = os.read(process.stdout.fileno(), 65_536)
                 if not data:
                     break
@@ -112,18 +148,30 @@ def _run(command: Sequence[str], progress: Callable[[str], None], timeout_s: flo
                 os.killpg(process.pid, signal.SIGKILL)
     if code:
         words = [line for line in last if line.startswith(("E: ", "W: ", "mmdebstrap", "dpkg"))] or last
-        raise SetupError(f"mmdebstrap failed ({code}): {' / '.join(words[-4:])}",
-                         remedy="See whether the package mirror can be reached and the disk has room.")
+        raise SetupError(
+            f"mmdebstrap failed ({code}): {' / '.join(words[-4:])}",
+            remedy="See whether the package mirror can be reached and the disk has room.",
+        )
 
 
 def _environment() -> dict[str, str]:
     """Only what a build may depend on."""
-    return {"PATH": f"/usr/local/sbin:{_PATH}", "LC_ALL": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive", "TMPDIR": "/tmp"}
+    return {
+        "PATH": f"/usr/local/sbin:{_PATH}",
+        "LC_ALL": "C.UTF-8",
+        "DEBIAN_FRONTEND": "noninteractive",
+        "TMPDIR": "/tmp",
+    }
 
 
 def finish(root: Path) -> None:
     """Users, slim shell start-up, mount points, and no place left that anyone but root can write. Mutates `root`."""
-    _write(root, "etc/passwd", "user:x:1000:1000::/home/user:/bin/bash\nzygote:x:999:999::/:/usr/sbin/nologin\n", append=True)
+    _write(
+        root,
+        "etc/passwd",
+        "user:x:1000:1000::/home/user:/bin/bash\nzygote:x:999:999::/:/usr/sbin/nologin\n",
+        append=True,
+    )
     _write(root, "etc/group", "user:x:1000:\nzygote:x:999:\n", append=True)
     # A login shell reads this every time: no subshells, no folder to walk through.
     _write(root, "etc/profile", f"export PATH={_PATH}\n[ \"${{PS1-}}\" ] && PS1='\\w\\$ '\nreturn 0\n")
@@ -137,7 +185,14 @@ def finish(root: Path) -> None:
         _write(root, f"{GUEST_FOLDER}/{name}", "")
     for folder in ("home/user", "dev/shm", "proc", "sys"):
         (root / folder).mkdir(parents=True, exist_ok=True)
-    for rubbish in ("var/cache/apt", "var/lib/apt/lists", "var/log", "usr/share/doc", "usr/share/man", "usr/share/locale"):
+    for rubbish in (
+        "var/cache/apt",
+        "var/lib/apt/lists",
+        "var/log",
+        "usr/share/doc",
+        "usr/share/man",
+        "usr/share/locale",
+    ):
         _empty(root / rubbish)
     for device in (root / "dev").iterdir():
         # Every backend brings its own /dev; nodes here would only be in the way.

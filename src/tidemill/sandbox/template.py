@@ -1,8 +1,10 @@
-"""Templates: root filesystems that sandboxes start from. `base` is Debian bookworm with Python, made once into the cache.
+"""Templates: root filesystems that sandboxes start from. `base` is Debian bookworm with Python, made once
+into the cache.
 
-A template's folder is named after the digest of its recipe, so a changed recipe is another template and an old one is never
-changed under a running sandbox. Builds are guarded by a lock file and appear whole or not at all. Knows no runtime: what a
-backend derives from a template (a booted and saved guest, for instance) it keeps for itself, keyed by `Template.digest`.
+A template's folder is named after the digest of its recipe, so a changed recipe is another template and an
+old one is never changed under a running sandbox. Builds are guarded by a lock file and appear whole or not
+at all. Knows no runtime: what a backend derives from a template (a booted and saved guest, for instance) it
+keeps for itself, keyed by `Template.digest`.
 """
 
 from __future__ import annotations
@@ -41,21 +43,23 @@ def template_names() -> tuple[str, ...]:
 
 
 def find_template(cache_dir: Path, name: str = "base") -> Template:
-    """A built template. Raises NotFoundError for a name without recipe, SetupError with the command if it is not built."""
+    """A built template. Raises NotFoundError for an unknown name, SetupError with the command if it is not built."""
     template = _planned(cache_dir, name)
     if not (template.rootfs.parent / "template.json").is_file():
-        raise SetupError(f"template {name!r} is not built on this machine ({template.rootfs.parent} is missing).",
-                         remedy=f"Run `{SETUP_COMMAND}`.")
+        raise SetupError(
+            f"template {name!r} is not built on this machine ({template.rootfs.parent} is missing).",
+            remedy=f"Run `{SETUP_COMMAND}`.",
+        )
     return template
 
 
-def ensure_template(cache_dir: Path, name: str = "base", *, progress: Callable[[str], None],
-                    search_path: str | None = None) -> Template:
+def ensure_template(
+    cache_dir: Path, name: str = "base", *, progress: Callable[[str], None], search_path: str | None = None
+) -> Template:
     """`find_template`, building it first if needed (about a minute, needs root and the package mirror).
 
-    `progress` gets one line per step. Waits for another process that is building it. On any failure nothing is left. Raises
-    NotFoundError, SetupError with the remedy.
-    """
+    `progress` gets one line per step. Waits for another process that is building it. On any failure
+    nothing is left. Raises NotFoundError, SetupError with the remedy. """
     template = _planned(cache_dir, name)
     home = template.rootfs.parent
     if not (home / "template.json").is_file():
@@ -103,8 +107,10 @@ def _build(template: Template, progress: Callable[[str], None], search_path: str
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     size = sum(p.lstat().st_blocks * 512 for p in template.rootfs.rglob("*"))
-    progress(f"template {template.name} is ready: {len(packages)} packages, {size / 2**20:.0f} MB, "
-             f"{time.monotonic() - started:.0f} s")
+    progress(
+        f"template {template.name} is ready: {len(packages)} packages, {size / 2**20:.0f} MB, "
+        f"{time.monotonic() - started:.0f} s"
+    )
 
 
 def describe(template: Template) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -16,6 +17,8 @@ from tidemill.sandbox.client import LocalSandboxClient
 from tidemill.sandbox.config import ServiceConfig
 from tidemill.sandbox.orchestrator import Orchestrator
 from tidemill.sandbox.service import running_service
+
+sys.path.insert(0, str(Path(__file__).parent))  # for agent_process
 
 FakeService = Callable[..., AbstractAsyncContextManager[tuple[LocalSandboxClient, Orchestrator]]]
 
