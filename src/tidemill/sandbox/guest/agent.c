@@ -4,7 +4,7 @@
  * that dies is replaced by another that says HELLO with the last sequence number it saw; a HELLO with another identity tells
  * the agent that it is a restored copy. Protocol: wire.h and protocol.py.
  *
- *   agent [--tmpfs-bytes N] [--plain] [--zygote SCRIPT] [--python PROGRAM] [--shell PROGRAM]
+ *   agent [--label TEXT] [--tmpfs-bytes N] [--plain] [--zygote SCRIPT] [--python PROGRAM] [--shell PROGRAM]
  */
 #define _GNU_SOURCE
 #include "agent.h"
@@ -418,7 +418,9 @@ static void arguments(int argc, char **argv)
             agent.zygote_script = NULL;
             continue;
         }
-        if (value && !strcmp(argv[i], "--tmpfs-bytes"))
+        if (value && !strcmp(argv[i], "--label"))
+            ; /* tells the host which guest this process is the first of */
+        else if (value && !strcmp(argv[i], "--tmpfs-bytes"))
             agent.tmpfs_bytes = strtoull(value, NULL, 10);
         else if (value && !strcmp(argv[i], "--zygote"))
             agent.zygote_script = value;
@@ -436,6 +438,8 @@ static void arguments(int argc, char **argv)
 
 int main(int argc, char **argv)
 {
+    if (argc > 1 && !strcmp(argv[1], "--contain"))
+        return contain(argc - 2, argv + 2);
     arguments(argc, argv);
     signal(SIGPIPE, SIG_IGN);
     sigset_t blocked, waiting;

@@ -179,6 +179,9 @@ void file_abandon(struct stream *s);
 void user_enter(void);
 void user_leave(void);
 
+/* contain.c */
+int contain(int argc, char **argv);
+
 /* reset.c */
 bool fresh_mounts(bool replace);
 void reset_request(struct stream *s);
