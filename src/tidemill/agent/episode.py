@@ -6,7 +6,6 @@ do wrong ends the episode as INFRA_ERROR with the reason, and never as a reward 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -15,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tidemill.agent.grading import grade
+from tidemill.agent.loan import BenchLoan
 from tidemill.agent.pool import SandboxPool
 from tidemill.agent.scaffold import Scaffold, Slot
 from tidemill.agent.task import Attempt, Message, Problem, Task, Verdict
-from tidemill.agent.tool import Bench, Tool, ToolCall, ToolLimits, invoke, refusal
+from tidemill.agent.tool import Tool, ToolCall, ToolLimits, invoke, refusal
 from tidemill.core.engine_api import Completion, EngineClient, FinishReason, GenerateRequest, SamplingParams
-from tidemill.core.errors import EngineError, SandboxError, TidemillError
+from tidemill.core.errors import EngineError, TidemillError
 from tidemill.core.outcomes import Outcome
 from tidemill.core.token_log import TokenLog
 from tidemill.model.chat.codec import ChatOptions
@@ -69,7 +69,9 @@ class Episode:
     error: str = ""
     seconds: float = 0.0
     generate_s: float = 0.0
-    """Part of `seconds` spent waiting for the engine."""
+    """Part of `seconds` spent waiting for the policy."""
+    usage: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Tokens as an endpoint counts them; an engine's are in `log`."""
 
     def to_json(self) -> dict[str, Any]:
         """One row of an episode file."""
@@ -143,9 +145,9 @@ class _Attempt:
     """Tokens given since the engine last heard of the session."""
     _requests: int = 0
     _opened: bool = False
-    _bench: asyncio.Task[Bench] | None = None
-    _stopping: set[asyncio.Task[Bench]] = field(default_factory=set[asyncio.Task[Bench]])
-    """Benches that were asked for, are no longer wanted, and have not come yet."""
+
+    def __post_init__(self) -> None:
+        self._loan = BenchLoan(self.harness.pool, self.problem, self.harness.limits)
 
     async def run(self) -> Episode:
         self.messages = list(self.problem.messages)
@@ -168,9 +170,9 @@ class _Attempt:
         task = self.harness.task
         bench = None
         if task.grades_in_sandbox:
-            bench = await self._get_bench()
+            bench = await self._loan.get()
         else:
-            self._give_back()
+            self._loan.give_back()
         attempt = Attempt(answer=answer, complete=complete, messages=tuple(self.messages), tool_calls=tuple(self.calls),
                           sandbox=bench.sandbox if bench else None)
         verdict = await grade(task, self.problem, attempt, timeout_s=self.harness.grade_timeout_s)
@@ -186,9 +188,7 @@ class _Attempt:
 
     async def close(self) -> None:
         """Give back sandbox and session; idempotent. A closing that fails has nothing left to spoil."""
-        self._give_back()
-        if self._stopping:
-            await asyncio.wait(self._stopping)
+        await self._loan.close()
         if self._opened:
             self._opened = False
             with suppress(TidemillError):
@@ -214,13 +214,13 @@ class _Attempt:
             await self._forced_call()
             if turn + 1 == self.harness.settings.max_turns and not self.harness.task.grades_in_sandbox:
                 # No later turn can call again: the sandbox is given back at once.
-                self._give_back()
+                self._loan.give_back()
         raise _Truncated
 
     async def _forced_call(self) -> None:
         """One tool call. What the policy gets wrong in it is answered with an error for it to read."""
         s = self.harness.scaffold
-        self._want_bench()
+        self._loan.want()
         self._give(s.begin_call())
         named = await self._slot(s.quote_id)
         name, arguments, problem = named.text, dict[str, Any](), "malformed call" if named.stray else ""
@@ -244,7 +244,7 @@ class _Attempt:
         if problem or tool is None:
             call = ToolCall(tool=name, arguments=arguments, result=refusal(problem), duration_s=0.0, error=problem)
         else:
-            call = await invoke(tool, arguments, await self._get_bench())
+            call = await invoke(tool, arguments, await self._loan.get())
         self._answered(name, arguments, call)
 
     def _answered(self, name: str, arguments: Mapping[str, Any], call: ToolCall) -> None:
@@ -287,7 +287,7 @@ class _Attempt:
                 return parsed.content
             if turn == self.harness.settings.max_turns:
                 break
-            self._want_bench()
+            self._loan.want()
             await self._free_calls(parsed.content, parsed.calls)
         raise _Truncated
 
@@ -302,7 +302,7 @@ class _Attempt:
                 done = ToolCall(tool=call.name, arguments=arguments, result=refusal(reason), duration_s=0.0,
                                 error=reason)
             else:
-                done = await invoke(tool, arguments, await self._get_bench())
+                done = await invoke(tool, arguments, await self._loan.get())
             self._note(done)
             call_id = f"call_{len(self.calls)}"
             function = {"name": call.name or "unknown", "arguments": json.dumps(arguments, ensure_ascii=False)}
@@ -343,53 +343,6 @@ class _Attempt:
         self._given.clear()
         self.log.sample(done.ids, done.logprobs, done.versions)
         return done.ids
-
-    def _want_bench(self) -> None:
-        """Begin to get a sandbox and furnish it while the policy goes on writing."""
-        if self._bench is None:
-            self._bench = asyncio.ensure_future(self._furnish())
-
-    async def _get_bench(self) -> Bench:
-        self._want_bench()
-        assert self._bench is not None
-        return await self._bench
-
-    async def _furnish(self) -> Bench:
-        pool = self.harness.pool
-        if pool is None:
-            if self.problem.setup is not None:
-                raise SandboxError("this problem is set up in a sandbox and the harness has no pool")
-            return Bench(None, {}, self.harness.limits)
-        bench = await pool.acquire()
-        try:
-            setup = self.problem.setup
-            if setup is not None:
-                for path, data in setup.files.items():
-                    await bench.sandbox.write_file(path, data)
-                for kind, code in setup.code.items():
-                    result = await bench.run(kind, code)
-                    if result is None or result.exit_code != 0:
-                        why = "the session had ended" if result is None else result.stderr.decode("utf-8", "replace")
-                        raise SandboxError(f"setup of problem {self.problem.problem_id} failed: {why.strip()}")
-        except BaseException:
-            pool.release(bench)
-            raise
-        return bench
-
-    def _give_back(self) -> None:
-        task, self._bench = self._bench, None
-        if task is None:
-            return
-        if task.done():
-            self._release(task)
-        else:
-            task.cancel()
-            task.add_done_callback(self._release)
-            self._stopping.add(task)
-
-    def _release(self, task: asyncio.Task[Bench]) -> None:
-        if not task.cancelled() and task.exception() is None and self.harness.pool is not None:
-            self.harness.pool.release(task.result())
 
     def _note(self, call: ToolCall) -> None:
         self.calls.append(call)

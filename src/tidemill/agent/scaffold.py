@@ -40,12 +40,14 @@ class Slot:
 
 
 class Scaffold:
-    """Given token lists of the forced mode for one codec and one set of tools."""
+    """Given token lists of the forced mode for one codec and one set of tools. `effort` writes the thinking-effort
+    message; empty writes none."""
 
-    def __init__(self, codec: ChatCodec, tools: Sequence[Tool], *, declare: bool = True) -> None:
+    def __init__(self, codec: ChatCodec, tools: Sequence[Tool], *, declare: bool = True, effort: str = "") -> None:
         self.codec = codec
         self.tools = {tool.name: tool for tool in tools}
-        self._declared = tuple(declaration(tool) for tool in tools) if declare else ()
+        declared = tuple(declaration(tool) for tool in tools) if declare else ()
+        self._options = ChatOptions(tools=declared, effort=effort, generation_prefix=False)
         control = codec.vocabulary.control
         self.close_id = control.close
         quote = codec.encode(['"'])
@@ -67,8 +69,7 @@ class Scaffold:
 
     def prompt(self, problem: Problem) -> tuple[int, ...]:
         """The problem's messages, with the tools declared in front if wanted."""
-        options = ChatOptions(tools=self._declared, generation_prefix=False)
-        return tuple(self.codec.prompt_ids(parse_messages(list(problem.messages)), options))
+        return tuple(self.codec.prompt_ids(parse_messages(list(problem.messages)), self._options))
 
     def turn(self) -> tuple[int, ...]:
         """Opens an assistant turn up to its response slot; thinking is empty."""

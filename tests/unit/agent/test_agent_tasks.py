@@ -15,6 +15,8 @@ from tidemill.agent.tool import ToolLimits, cut_text, declaration, load_tool, pr
 from tidemill.core.errors import ConfigError
 from tidemill.core.sandbox_api import ExecResult
 
+LEDGER = load_task("ledger")
+
 
 @given(st.lists(st.text(), unique=True), st.text())
 def test_split_rule_partitions(keys: list[str], salt: str) -> None:
@@ -52,7 +54,7 @@ def test_ledger_splits_are_disjoint_by_value_of_the_sum() -> None:
 
 @given(index=st.integers(0, 5000), seed=st.integers(0, 2**63))
 def test_ledger_problems_are_pure_and_hold_their_answer(index: int, seed: int) -> None:
-    task = load_task("ledger")
+    task = LEDGER
     problem = task.make(Split.TRAIN, index, seed)
     assert problem == task.make(Split.TRAIN, index, seed)
     assert problem.setup is not None
