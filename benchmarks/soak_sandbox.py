@@ -65,31 +65,60 @@ async def one_cycle(client: LocalSandboxClient, value: int) -> str:
     return how
 
 
-async def cycles(client: LocalSandboxClient, state_dir: Path, *, n: int, at_once: int) -> dict[str, Any]:
-    """n cycles, `at_once` at a time, between two counts of what exists."""
-    pid = (await client.health())["pid"]
-    await asyncio.gather(*(one_cycle(client, i) for i in range(at_once)))  # pools and caches are filled
-    before, started, hows, times = leftovers(state_dir, pid), time.monotonic(), [], []
-    queue = iter(range(n))
+async def settled(state_dir: Path, pid: int) -> dict[str, int]:
+    """`leftovers` once they have been the same for a second (connections of closed clients take a moment to go)."""
+    last, since = leftovers(state_dir, pid), time.monotonic()
+    async with asyncio.timeout(30):
+        while time.monotonic() - since < 1.0:
+            await asyncio.sleep(0.1)
+            now = leftovers(state_dir, pid)
+            if now | {"rss": 0} != last | {"rss": 0}:
+                last, since = now, time.monotonic()
+    return last
 
-    async def worker() -> None:
-        for i in queue:
-            began = time.monotonic()
-            hows.append(await one_cycle(client, i))
-            times.append(time.monotonic() - began)
-            if len(hows) % 50 == 0:
-                print(f"{len(hows)} of {n} cycles, {time.monotonic() - started:.0f} s, {leftovers(state_dir, pid)}",
-                      file=sys.stderr, flush=True)
 
-    await asyncio.gather(*(worker() for _ in range(at_once)))
+async def cycles(state_dir: Path, *, n: int, at_once: int) -> dict[str, Any]:
+    """n cycles, `at_once` at a time, between two counts of what exists while no client is connected."""
+    pid = lock_holder(state_dir) or 0
+    hows: list[str] = []
+    times: list[float] = []
+    started = time.monotonic()
+
+    async def run(count: int) -> None:
+        client = LocalSandboxClient(state_dir)
+        queue = iter(range(count))
+
+        async def worker() -> None:
+            for i in queue:
+                began = time.monotonic()
+                hows.append(await one_cycle(client, i))
+                times.append(time.monotonic() - began)
+                if len(hows) % 50 == 0:
+                    print(f"{len(hows)} of {n} cycles, {time.monotonic() - started:.0f} s, {leftovers(state_dir, pid)}",
+                          file=sys.stderr, flush=True)
+
+        try:
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(at_once):
+                    workers.create_task(worker())
+        finally:
+            await client.close()
+
+    await run(at_once)  # pools and caches are filled
+    before = await settled(state_dir, pid)
+    hows.clear()
+    times.clear()
+    started = time.monotonic()
+    await run(n)
     wall_s = time.monotonic() - started
-    async with asyncio.timeout(10):
-        while (after := leftovers(state_dir, pid))["fds"] > before["fds"]:
-            await asyncio.sleep(0.05)
+    after = await settled(state_dir, pid)
+    client = LocalSandboxClient(state_dir)
+    alive = len(await client.list())
+    await client.close()
     return {"n": n, "at_once": at_once, "wall_s": round(wall_s, 2),
             "cycle_ms_median": round(statistics.median(times) * 1e3, 1),
             "resets_in_guest": hows.count("in_guest"), "resets_replaced": hows.count("replaced"), "before": before,
-            "after": after, "alive": len(await client.list())}
+            "after": after, "alive": alive}
 
 
 async def readoption(client: LocalSandboxClient, state_dir: Path, start: Sequence[str] | None, *,
@@ -134,7 +163,7 @@ def main(*, backend: str = "gvisor", n: int = CYCLES, readopted: int = READOPTED
         client = LocalSandboxClient(state_dir)
         try:
             return {"readoption": await readoption(client, state_dir, start, n=readopted),
-                    "cycles": await cycles(client, state_dir, n=n, at_once=at_once)}
+                    "cycles": await cycles(state_dir, n=n, at_once=at_once)}
         finally:
             await client.release_lease("soak")
             await client.close()
@@ -151,6 +180,7 @@ def main(*, backend: str = "gvisor", n: int = CYCLES, readopted: int = READOPTED
                 time.sleep(0.05)
     shutil.rmtree(state_dir)
     target = Path(__file__).resolve().parent / "soak" / "sandbox.json"
+    target.parent.mkdir(exist_ok=True)
     target.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=2))
 

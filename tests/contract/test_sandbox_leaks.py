@@ -82,11 +82,7 @@ def test_cycles_leave_no_process_mount_descriptor_or_file(service: tuple[Path, t
     folder, _ = service
 
     async def main() -> dict[str, Any]:
-        client = LocalSandboxClient(folder)
-        result = await soak.cycles(client, folder, n=6, at_once=2)
-        await client.release_lease("soak")
-        await client.close()
-        return result
+        return await soak.cycles(folder, n=6, at_once=2)
 
     result = asyncio.run(main())
     assert result["alive"] == 0
