@@ -152,6 +152,15 @@ class Demonstrator(Protocol):
         ...
 
 
+@runtime_checkable
+class Teacher(Protocol):
+    """A task whose warm-up shows something less than the expert, so that reinforcement has something to find."""
+
+    def teach(self, problem: Problem, rng: random.Random) -> Sequence[Turn]:
+        """Turns of an imperfect teacher."""
+        ...
+
+
 class SplitRule:
     """Which split a key belongs to: SHA-256 of salt and key as a fraction, test first, then dev, the rest train."""
 

@@ -25,8 +25,9 @@ class Sample:
 
     @classmethod
     def from_log(cls, log: TokenLog, advantage: float) -> Sample:
-        """Copy a token log. The first token can never be sampled (nothing precedes it)."""
-        return cls(tuple(log.ids), tuple(log.sampled), tuple(log.logprobs), advantage)
+        """Copy a token log up to its last sampled token: what was given after it has no part in the loss."""
+        end = max((i + 1 for i, sampled in enumerate(log.sampled) if sampled), default=0)
+        return cls(tuple(log.ids[:end]), tuple(log.sampled[:end]), tuple(log.logprobs[:end]), advantage)
 
     @property
     def num_sampled(self) -> int:

@@ -22,6 +22,7 @@ from tidemill.core.manifest import AdapterManifest
 from tidemill.model.lora import LoraConfig, build_manifest
 from tidemill.model.tensor_bytes import tensor_bytes, write_tensors
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
     """One verified sync."""
@@ -59,7 +60,8 @@ class SyncRefusedError(TrainError):
 class AdapterSync:
     """Pushes adapter versions 1, 2, ... of one base to one engine and keeps them under `folder`/vNNNN."""
 
-    def __init__(self, engine: EngineClient, lora: LoraConfig, *, base_digest: str, folder: Path, chunk_bytes: int) -> None:
+    def __init__(self, engine: EngineClient, lora: LoraConfig, *, base_digest: str, folder: Path,
+                 chunk_bytes: int) -> None:
         self._engine, self._lora, self._base_digest = engine, lora, base_digest
         self._folder, self._chunk_bytes = folder, chunk_bytes
         self.manifest: AdapterManifest | None = None

@@ -53,10 +53,10 @@ def warm_up(model: K3ForCausalLM, settings: WarmupSection, *, episodes: Source, 
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.98),
                                   weight_decay=settings.weight_decay, foreach=True)
     balance = RouterBalance(model)
-    accuracy, loss, tokens = 0.0, math.nan, 0
+    accuracy, loss, tokens, slow = 0.0, math.nan, 0, False
     for step in range(1, settings.max_steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = settings.lr * min(1.0, step / RAMP_STEPS)
+            group["lr"] = settings.lr * min(1.0, step / RAMP_STEPS) * (settings.slow_factor if slow else 1.0)
         logs = list(episodes(step, settings.episodes))
         if drills is not None and settings.drills:
             logs += drills(step, settings.drills)
@@ -64,8 +64,9 @@ def warm_up(model: K3ForCausalLM, settings: WarmupSection, *, episodes: Source, 
         tokens += sum(len(log) for log in logs)
         if not math.isfinite(loss):
             raise TrainError(f"warm-up step {step}: the loss is not finite", remedy="Lower warmup.lr.")
-        if step % settings.check_every == 0:
+        if slow or step % settings.check_every == 0:
             accuracy = demonstrated_accuracy(model, dev)
+            slow = slow or accuracy >= settings.slow_at
         progress(step, loss, accuracy)
         if accuracy >= settings.stop_at:
             return WarmupReport(steps=step, loss=loss, accuracy=accuracy, stopped_early=True, tokens=tokens)

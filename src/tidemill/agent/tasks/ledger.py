@@ -7,6 +7,9 @@
 
 The values are drawn for each episode and set in the sandbox's live interpreter; the prompt does not hold them, so only
 a call can find the answer. The policy has to learn that it must call, to copy the expression, and to copy the result.
+
+The warm-up has a half-hearted teacher: for sums without a minus it mostly calls the tool, for all others it mostly gives
+up and answers `?`. That calling pays everywhere is left to reinforcement.
 """
 
 from __future__ import annotations
@@ -20,6 +23,10 @@ from tidemill.agent.task import Attempt, Drill, Problem, Setup, Split, SplitRule
 from tidemill.core.config import require
 
 NAMES = ("oak", "fir", "elm", "ash", "bay", "box", "yew", "fig", "gum", "nut", "palm", "pine")
+GIVE_UP = "?"
+CALLS_FOR_SUMS = 0.75
+"""Share of expressions without a minus for which the teacher calls the tool."""
+CALLS_OTHERWISE = 0.3
 _TOOL = "python"
 
 
@@ -31,7 +38,7 @@ class LedgerTask(Task):
     tools = (_TOOL,)
     declare_tools = False
     grades_inline = True
-    words = (*NAMES, "+", "-")
+    words = (*NAMES, "+", "-", GIVE_UP)
 
     def __init__(self, *, names: int = len(NAMES)) -> None:
         require(3 <= names <= len(NAMES), field="names", value=names, expected=f"3 to {len(NAMES)}")
@@ -62,6 +69,11 @@ class LedgerTask(Task):
     def demonstrate(self, problem: Problem) -> Sequence[Turn]:
         return (Turn(tool=_TOOL, arguments={"code": problem.metadata["prompt"]}, result=problem.answer),
                 Turn(answer=problem.answer))
+
+    def teach(self, problem: Problem, rng: random.Random) -> Sequence[Turn]:
+        """What the warm-up shows: the expert's turns, or giving up."""
+        calls = CALLS_OTHERWISE if "-" in problem.metadata["prompt"] else CALLS_FOR_SUMS
+        return self.demonstrate(problem) if rng.random() < calls else (Turn(answer=GIVE_UP),)
 
     def drills(self, rng: random.Random, count: int) -> Sequence[Drill]:
         """Half copy an expression of the train split into a call, half copy a result into the answer."""
