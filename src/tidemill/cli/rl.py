@@ -1,8 +1,8 @@
 """`tidemill rl`: run a recipe, list recipes, write a run's report again.
 
-Progress goes to stderr, the result to stdout. Ctrl-C once ends the run after its current step, twice at once; either way
-nothing is left running and `--resume` goes on from the last checkpoint. Exit codes: 0 done (a control: it behaved as its
-recipe says), 1 failed, 2 bad input, 130 interrupted.
+Progress goes to stderr, the result to stdout. Ctrl-C once ends the run after its current step, twice at once; either
+way nothing is left running and `--resume` goes on from the last checkpoint. Exit codes: 0 done (a control: it behaved
+as its recipe says), 1 failed, 2 bad input, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def run(
                          remedy=f"Recipes: {', '.join(recipe_names())}.")
     if resume:
         if overrides or seed is not None or dry_run:
-            raise InputError("--resume goes on with the run's own configuration: --set, --seed and --dry-run do not fit",
-                             field="resume")
+            raise InputError("--resume goes on with the run's own configuration: --set, --seed and --dry-run do not "
+                             "fit", field="resume")
         _resume(runs_dir, resume, control=control, as_json=as_json)
         return
     config = load_recipe(recipe, overrides or (), seed=seed)
@@ -71,7 +71,8 @@ def list_recipes(as_json: AsJson = False) -> None:
         print(json.dumps(rows))
         return
     for row in rows:
-        print(f"{row['name']}  (task {row['task']}; controls: {', '.join(row['controls']) or 'none'})\n    {row['about']}")
+        print(f"{row['name']}  (task {row['task']}; controls: {', '.join(row['controls']) or 'none'})")
+        print(f"    {row['about']}")
 
 
 @app.command("report")
@@ -162,20 +163,20 @@ def _execute(config: RunConfig, folder: Any, *, control: str, as_json: bool) -> 
     try:
         with make_view(sys.stderr) as view:
             result = asyncio.run(execute(config, folder, listeners=[view], control=control))
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        _interrupted(folder.path)
+    except (KeyboardInterrupt, asyncio.CancelledError) as e:
+        raise _interrupted(folder.path) from e
     _print_result(result.summary, result.path, result.control, as_json=as_json)
     if result.stopped_by == "interrupted":
-        _interrupted(folder.path)
+        raise _interrupted(folder.path)
     if result.control is not None:
         raise typer.Exit(0 if result.control.behaved else 1)
     if result.stopped_by not in ("dev", "steps"):
         raise typer.Exit(1)
 
 
-def _interrupted(path: Path) -> None:
+def _interrupted(path: Path) -> typer.Exit:
     print(f"interrupted; go on with: tidemill rl run --resume {path}", file=sys.stderr)
-    raise typer.Exit(EXIT_INTERRUPTED)
+    return typer.Exit(EXIT_INTERRUPTED)
 
 
 def _print_result(summary: dict[str, Any], path: Path, control: Any, *, as_json: bool) -> None:

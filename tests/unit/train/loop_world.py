@@ -7,22 +7,25 @@ Not a test file.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import io
+import json
 import random
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from tidemill.agent.task import Attempt, Drill, Problem, Setup, Split, Task, Turn, Verdict
+from tidemill.core.files import read_jsonl
 from tidemill.core.ids import new_id
 from tidemill.core.sandbox_api import Capabilities, ExecResult, SandboxInfo, SandboxState
 from tidemill.train.config import RunConfig, load_recipe
-from tidemill.train.run_dir import RunDir
 from tidemill.train.run import Result, Sandboxes, execute, reopen, start
+from tidemill.train.run_dir import RunDir, check_exactly_once, lineage
 
 WORDS = ("oak", "fir", "elm")
 
@@ -138,22 +141,21 @@ class PythonSession:
         if client.on_call is not None:
             client.on_call(client.calls)
         await asyncio.sleep(0)
-        out, err, exit_code = io.StringIO(), "", 0
-        with contextlib.redirect_stdout(out):
-            try:
-                self._evaluate(code)
-            except Exception as e:
-                err, exit_code = f"{type(e).__name__}: {e}", 1
-        return ExecResult(exit_code=exit_code, stdout=out.getvalue().encode()[:max_output_bytes], stderr=err.encode(),
+        out, err, exit_code = "", "", 0
+        try:
+            out = self._evaluate(code)
+        except Exception as e:  # noqa: BLE001 - whatever the policy wrote is its own affair
+            err, exit_code = f"{type(e).__name__}: {e}", 1
+        return ExecResult(exit_code=exit_code, stdout=out.encode()[:max_output_bytes], stderr=err.encode(),
                           duration_ms=0.1)
 
-    def _evaluate(self, code: str) -> None:
+    def _evaluate(self, code: str) -> str:
         if code.isidentifier():
-            print(eval(code, self._names))
-        elif "=" in code:
+            return f"{eval(code, self._names)}\n"
+        if "=" in code:
             exec(code, self._names)
-        else:
-            raise SyntaxError(code[:8])
+            return ""
+        raise SyntaxError(code[:8])
 
     async def close(self) -> None:
         return
@@ -202,6 +204,62 @@ def resume(path: Path, boxes: Path) -> Result:
     """Go on with a run in this process."""
     run, settings = reopen(path)
     return asyncio.run(execute(settings, run, sandboxes=sandboxes(boxes)))
+
+
+def child(*args: object) -> subprocess.Popen[bytes]:
+    """One attempt in a process of its own."""
+    return subprocess.Popen([sys.executable, __file__, *map(str, args)], stdout=subprocess.DEVNULL,
+                            stderr=subprocess.DEVNULL)
+
+
+def events(runs: Path) -> int:
+    """Events of all runs so far."""
+    return sum(1 for path in runs.glob("*/events.jsonl") for _ in read_jsonl(path))
+
+
+def stop_somewhere(process: subprocess.Popen[bytes], runs: Path, rng: random.Random, sig: signal.Signals) -> bool:
+    """Send `sig` after a random number of further events and a little more. Returns whether it was still running."""
+    wanted = events(runs) + rng.randint(4, 26)
+    while process.poll() is None and events(runs) < wanted:
+        time.sleep(0.005)
+    time.sleep(rng.random() * 0.3)
+    alive = process.poll() is None
+    if alive:
+        process.send_signal(sig)
+    process.wait(60)
+    return alive
+
+
+def kill_and_resume(whole: Result, folder: Path, *, kills: int, seed: int) -> int:
+    """Kill a run `kills` times at random points, each time in a new process, then let it end and compare with `whole`.
+    Returns how many signals hit a living process. Used by the soak run too."""
+    rng = random.Random(seed)
+    runs, boxes = folder / "runs", folder / "boxes"
+    stranger = boxes / "other-run" / "sb-stranger"
+    stranger.parent.mkdir(parents=True)
+    stranger.touch()
+    hits = 0
+    process = child("start", runs, boxes, whole.path / "base")
+    for number in range(kills):
+        hits += stop_somewhere(process, runs, rng, signal.SIGKILL)
+        (path,) = runs.iterdir()
+        if (path / "summary.json").exists():
+            break
+        if number + 1 < kills:
+            process = child("resume", path, boxes)
+    left = len(list((boxes / path.name).glob("sb-*")))
+    if not (path / "summary.json").exists():
+        resume(path, boxes)
+        row = [r for r in read_jsonl(path / "events.jsonl") if r["event"] == "resume"][-1]
+        assert row["removed"] == ([f"{left} sandboxes"] if left else [])
+    run = RunDir.open(path)
+    assert json.loads((path / "summary.json").read_text())["head_digest"] == whole.summary["head_digest"]
+    assert check_exactly_once(run) == check_exactly_once(RunDir.open(whole.path))
+    same = [(a["reward"], a["grad_norm"]) for a in lineage(run)]
+    assert same == [(b["reward"], b["grad_norm"]) for b in lineage(RunDir.open(whole.path))]
+    assert stranger.exists()
+    assert not list((boxes / path.name).glob("sb-*"))
+    return hits
 
 
 if __name__ == "__main__":

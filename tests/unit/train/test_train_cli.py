@@ -118,7 +118,7 @@ def test_a_whole_run_from_the_command_line(capsys: pytest.CaptureFixture[str], t
     assert "warm-up ran to its limit after 4 steps" in err
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_ctrl_c_says_how_to_go_on_and_it_does(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "tidemill.cli.main", "rl", "run", "toolcalc", "--runs-dir", str(tmp_path),
             *overrides(rl__max_steps=5, warmup__max_steps=2)]

@@ -1,0 +1,69 @@
+"""The demonstration on five preset seeds: `make soak ONLY=demo`, with `SEEDS=1,2` fewer.
+
+Each seed is one `tidemill rl run toolcalc` in a process of its own, against real sandboxes. Writes
+benchmarks/soak/demo.json: test accuracy before and after with intervals for every seed, the mean with its Student 95 %
+interval over seeds, wall time, sandboxes left over. Exit code 1 if a seed starts above 45 %, leaves a sandbox, or the
+lower bound of the mean is below 0.80.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from harness import write_soak
+
+SEEDS = (1, 2, 3, 4, 5)
+RECIPE = "toolcalc"
+MUST_LO95, MUST_BEFORE = 0.80, 0.45
+_T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+"""Student's 97.5 % quantile by degrees of freedom."""
+
+
+def one(seed: int, runs: Path, *extra: str) -> dict[str, Any]:
+    """Summary of one seed's run, and the seconds of the whole command."""
+    started = time.monotonic()
+    argv = [sys.executable, "-m", "tidemill.cli.main", "rl", "run", RECIPE, "--seed", str(seed), "--json",
+            "--runs-dir", str(runs), *extra]
+    done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        return {"seed": seed, "failed": True, "exit_code": done.returncode}
+    summary: dict[str, Any] = json.loads(done.stdout)["summary"]
+    return summary | {"command_s": round(time.monotonic() - started, 1)}
+
+
+def mean_interval(values: list[float]) -> tuple[float, float, float]:
+    """Mean and Student 95 % interval over seeds."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, 0.0, 1.0
+    half = _T95[len(values) - 1] * statistics.stdev(values) / len(values) ** 0.5
+    return mean, mean - half, min(1.0, mean + half)
+
+
+def main() -> None:
+    """Run, write, print, exit."""
+    started = time.time()
+    seeds = [int(s) for s in os.environ.get("SEEDS", "").split(",") if s] or list(SEEDS)
+    with tempfile.TemporaryDirectory(prefix="tidemill-soak-") as folder:
+        rows = [one(seed, Path(folder)) for seed in seeds]
+    good = [row for row in rows if not row.get("failed")]
+    after = [row["test_after"] for row in good]
+    mean, low, high = mean_interval(after) if after else (0.0, 0.0, 0.0)
+    met = (len(good) == len(rows) and low >= MUST_LO95 and all(r["test_before"] <= MUST_BEFORE for r in good)
+           and all(r["sandboxes_left"] == 0 for r in good))
+    result = {"recipe": RECIPE, "after_mean": mean, "after_lo95": low, "after_hi95": high, "met": met,
+              "before_mean": statistics.fmean(r["test_before"] for r in good) if good else None,
+              "wall_s_max": max((r["command_s"] for r in good), default=None), "seeds": rows}
+    path = write_soak("demo", len(rows), result, started=started)
+    print(f"demo: after RL {mean:.1%} [{low:.1%}, {high:.1%}] over {len(good)} of {len(rows)} seeds -> "
+          f"{'met' if met else 'MISSED'}; {path}")
+    if not met:
+        sys.exit(1)
