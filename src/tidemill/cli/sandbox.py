@@ -12,17 +12,20 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
 from tidemill.core.config import read_environment
-from tidemill.core.errors import DeadlineError, InputError, SetupError
+from tidemill.core.errors import DeadlineError, InputError, SandboxError, SetupError
 from tidemill.core.ids import new_id
 from tidemill.core.sandbox_api import ExecResult, Sandbox, SandboxInfo
+from tidemill.sandbox.backends.registry import make_backend
 from tidemill.sandbox.client import LocalSandboxClient
 from tidemill.sandbox.starting import ensure_daemon, service_health
 from tidemill.sandbox.store.lock import lock_holder
@@ -50,7 +53,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command()
 def setup(template: Template = "base") -> None:
-    """Fetch the runtime if it is missing and make the template; both are kept in the cache (TIDEMILL_CACHE)."""
+    """Fetch the runtime if it is missing, make the template, and start one sandbox from it, which saves the image that later
+    ones are restored from. All of it is kept in the cache (TIDEMILL_CACHE)."""
     if os.geteuid() != 0:
         raise SetupError("setting up sandboxes needs root.",
                          remedy="Run it with sudo, or set E2B_API_URL to use a service elsewhere.")
@@ -61,7 +65,8 @@ def setup(template: Template = "base") -> None:
     runtime = ensure_runtime(cache_dir)
     _say(f"runtime: {runtime.path} ({runtime.version}) {runtime.notes}".rstrip())
     made = ensure_template(cache_dir, template, progress=_say)
-    print(f"template {made.name}: {made.rootfs} ({made.digest})")
+    _say("starting one sandbox from it")
+    print(f"template {made.name}: {made.rootfs} ({made.digest}), {_run(_first_start(template, cache_dir))}")
 
 
 @app.command(context_settings=_WHOLE_COMMAND)
@@ -204,6 +209,25 @@ def status(as_json: AsJson = False) -> None:
     else:
         print(f"pid {health['pid']}, {health['status']}, {health['sandboxes']} sandboxes, on {env.state_dir}")
     raise typer.Exit(0 if health else 1)
+
+
+async def _first_start(template: str, cache_dir: Path) -> str:
+    """Start, use and end one guest on a state folder of its own; returns what its Python says."""
+    with tempfile.TemporaryDirectory(prefix="tidemill-setup-") as folder:
+        backend = make_backend("gvisor", state_dir=Path(folder), cache_dir=cache_dir)
+        await backend.start()
+        try:
+            guest = await backend.create("setup", template)
+            try:
+                done = await guest.exec(["python3", "--version"], stdin=b"", env={}, cwd="", user="user", timeout_s=30.0,
+                                        max_output_bytes=1000)
+            finally:
+                await guest.kill()
+        finally:
+            await backend.close()
+    if done.exit_code != 0:
+        raise SandboxError(f"the first sandbox does not work: {done.stderr.decode('utf-8', 'replace')[:300]}")
+    return done.text.strip()
 
 
 async def _execute(sandbox: Sandbox, command: list[str], timeout: float, user: str, cwd: str, env: list[str] | None,
