@@ -39,7 +39,8 @@ def kills(count: int, folder: Path) -> dict[str, Any]:
 
 def rl(runs: Path, *args: str) -> tuple[int, dict[str, Any]]:
     """Exit code and JSON of one `tidemill rl run toolcalc`."""
-    argv = [sys.executable, "-m", "tidemill.cli.main", "rl", "run", "toolcalc", "--json", "--runs-dir", str(runs), *args]
+    command = ("rl", "run", "toolcalc", "--json", "--runs-dir", str(runs))
+    argv = [sys.executable, "-m", "tidemill.cli.main", *command, *args]
     done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False)
     return done.returncode, json.loads(done.stdout) if done.stdout.strip() else {}
 
