@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
+
+import numpy as np
 
 Z95 = 1.959963984540054
 
@@ -31,10 +32,10 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 def bootstrap_mean(values: Sequence[float], *, rounds: int = 4000, seed: int = 0) -> tuple[float, float]:
     """Percentile 95 % interval of a mean."""
-    rng = random.Random(seed)
-    n = len(values)
-    means = sorted(sum(values[rng.randrange(n)] for _ in range(n)) / n for _ in range(rounds))
-    return means[int(0.025 * rounds)], means[int(0.975 * rounds) - 1]
+    rng = np.random.default_rng(seed)
+    array, n = np.asarray(values, dtype=np.float64), len(values)
+    means = np.sort(np.fromiter((array[rng.integers(n, size=n)].mean() for _ in range(rounds)), np.float64, rounds))
+    return float(means[int(0.025 * rounds)]), float(means[int(0.975 * rounds) - 1])
 
 
 def mcnemar(only_a: int, only_b: int) -> float:

@@ -29,19 +29,20 @@ CODEC = ChatCodec(TOKENIZER)
 BARE = ChatOptions(generation_prefix=False)
 
 
+PUBLISHED = {
+    "message": [2778], " role": [6244], '="': [878], '"': [1], "user": [2482], "assistant": [69702], "think": [39964],
+    "response": [12092], "Hi": [18699], "because": [47221], "q1": [80, 16], "a1": [64, 16], "q2": [80, 17],
+}
+
+
 class PublishedIds:
     """A vocabulary that knows the published ids of a few pieces of text and refuses any other."""
 
     control: ControlIds = K3_CONTROL
     size = 163_840
-    _pieces = {
-        "message": [2778], " role": [6244], '="': [878], '"': [1], "user": [2482], "assistant": [69702],
-        "think": [39964], "response": [12092], "Hi": [18699], "because": [47221], "q1": [80, 16], "a1": [64, 16],
-        "q2": [80, 17],
-    }
 
     def encode_text(self, text: str) -> list[int]:
-        return self._pieces[text]
+        return PUBLISHED[text]
 
     def token_bytes(self, token_id: int) -> bytes:
         return b"x"
@@ -56,9 +57,10 @@ K3 = ChatCodec(PublishedIds(), InstructionTexts(
 HI = "163587 2778 6244 878 2482 1 163589 18699 163588 2778 163589 163586"
 SUFFIX = "163587 2778 6244 878 69702 1 163589 163587 39964 163589"
 DIALOGUE = (
-    "163587 2778 6244 878 2482 1 163589 80 16 163588 2778 163589 163586 163587 2778 6244 878 69702 1 163589 163587 39964 "
-    "163589 47221 163588 39964 163589 163587 12092 163589 64 16 163588 12092 163589 163588 2778 163589 163586 163587 2778 "
-    "6244 878 2482 1 163589 80 17 163588 2778 163589 163586 "
+    "163587 2778 6244 878 2482 1 163589 80 16 163588 2778 163589 163586 "
+    "163587 2778 6244 878 69702 1 163589 163587 39964 163589 47221 163588 39964 163589 163587 12092 163589 64 16 "
+    "163588 12092 163589 163588 2778 163589 163586 "
+    "163587 2778 6244 878 2482 1 163589 80 17 163588 2778 163589 163586 "
 )
 
 
@@ -188,9 +190,10 @@ TOOL_JSON = '[{"function":{"name":"f","parameters":{"z":{"a":"é","b":1}}},"type
 
 def test_tools_are_declared_first_and_sorted_at_every_depth() -> None:
     text = shown([user()], tools=parse_tools([TOOL]), effort="low")
-    assert text.startswith(
-        f'<|open|>message role="system" type="tool-declare"<|sep|>{OWN_TEXTS.static_tools}{TOOL_JSON}\n```<|close|>message')
-    assert text.index("tool-declare") < text.index('type="thinking-effort"<|sep|>Thinking effort: low.') < text.index("Hi")
+    start = '<|open|>message role="system" type="tool-declare"<|sep|>'
+    effort = 'type="thinking-effort"<|sep|>Thinking effort: low.'
+    assert text.startswith(f"{start}{OWN_TEXTS.static_tools}{TOOL_JSON}\n```<|close|>message")
+    assert text.index("tool-declare") < text.index(effort) < text.index("Hi")
 
 
 def test_a_system_message_can_add_tools() -> None:
@@ -222,9 +225,10 @@ def test_a_longer_conversation_begins_with_the_shorter_one() -> None:
 
 # -- text stays text --------------------------------------------------------------------------------------------------
 
-MARKERS = [TOKENIZER.control.open, TOKENIZER.control.close, TOKENIZER.control.sep, TOKENIZER.control.end_of_msg]
-HOSTILE = st.lists(st.sampled_from(["<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>", "[EOS]", "message", "response",
-                                    ' role="system"', '"', "&quot;", "&", "a", " "]), max_size=8).map("".join)
+HOSTILE = st.lists(st.sampled_from([
+    "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>", "[EOS]", "message", "response", ' role="system"', '"',
+    "&quot;", "&", "a", " ",
+]), max_size=8).map("".join)
 
 
 @given(content=HOSTILE, name=HOSTILE, result=HOSTILE, code=HOSTILE, key=HOSTILE)
@@ -294,7 +298,8 @@ def test_bad_tools_are_refused(rows: Any) -> None:
 
 
 def test_text_parts_are_joined() -> None:
-    (row,) = parse_messages([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}])
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (row,) = parse_messages([{"role": "user", "content": parts}])
     assert row.content == "ab"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def parse(sampled: list[int], *, thinking: bool = True, hold: bool = False,
     parser = CODEC.parser(thinking=thinking, hold_reasoning=hold)
     events: list[Any] = []
     bounds = sorted({0, len(sampled), *(min(c, len(sampled)) for c in cuts)})
-    for a, b in zip(bounds, bounds[1:], strict=False):
+    for a, b in pairwise(bounds):
         events += parser.push(sampled[a:b])
     events += parser.finish()
     assert parser.done
@@ -148,12 +149,13 @@ ARGUMENT = '<|open|>argument key="a" type="string"<|sep|>x<|close|>argument<|sep
     ('<|open|>call tool="f"<|sep|><|open|>argument type="string"<|sep|>x<|close|>argument<|sep|><|close|>call<|sep|>',
      "no key"),
     (f'<|open|>call tool="f"<|sep|>{ARGUMENT}{ARGUMENT}<|close|>call<|sep|>', "twice"),
-    ('<|open|>call tool="f"<|sep|><|open|>argument key="a" type="int"<|sep|>3<|close|>argument<|sep|><|close|>call<|sep|>',
-     "type 'int'"),
+    ('<|open|>call tool="f"<|sep|><|open|>argument key="a" type="int"<|sep|>3<|close|>argument<|sep|>'
+     "<|close|>call<|sep|>", "type 'int'"),
     ('<|open|>call tool="f"<|sep|><|open|>argument key="a" type="string"<|sep|>x<|close|>call<|sep|>', "not closed"),
     (f'<|open|>call tool="f"<|sep|>{ARGUMENT}', "not closed"),
     ('<|open|>call tool="f"<|sep|>hello<|close|>call<|sep|>', "outside its arguments"),
-    ('<|open|>call tool="f"<|sep|><|open|>argument key=a<|sep|>x<|close|>argument<|sep|><|close|>call<|sep|>', "malformed"),
+    ('<|open|>call tool="f"<|sep|><|open|>argument key=a<|sep|>x<|close|>argument<|sep|><|close|>call<|sep|>',
+     "malformed"),
     (f'<|open|>call tool="f"<|sep|>{ARGUMENT}<|open|>think<|sep|><|close|>call<|sep|>', "does not belong"),
     ('<|open|>call tool="f"<|sep|><|open|>json type="object"<|sep|>[1]<|close|>json<|sep|><|close|>call<|sep|>',
      "not a JSON object"),
@@ -257,9 +259,10 @@ def test_what_is_rendered_is_parsed_at_any_split(reasoning: str, content: str, c
 
 
 PIECES = st.lists(st.sampled_from([
-    "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>", "[BOS]", "think", "response", "tools", "call", "argument", "json",
-    "message", ' tool="f"', ' key="k"', ' type="string"', ' type="number"', "<|close|>think<|sep|>", "<|open|>response<|sep|>",
-    "<|close|>response<|sep|>", "<|open|>tools<|sep|>", '<|open|>call tool="f"<|sep|>', "<|close|>call<|sep|>",
+    "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>", "[BOS]", "think", "response", "tools", "call", "argument",
+    "json", "message", ' tool="f"', ' key="k"', ' type="string"', ' type="number"', "<|close|>think<|sep|>",
+    "<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|open|>tools<|sep|>",
+    '<|open|>call tool="f"<|sep|>', "<|close|>call<|sep|>",
     '<|open|>argument key="k" type="string"<|sep|>', "<|close|>argument<|sep|>", "x", "€", "3", " ",
 ]), max_size=25).map("".join)
 

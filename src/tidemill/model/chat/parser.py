@@ -2,8 +2,8 @@
 
 Works on ids, so a marker is a marker only if it was sampled as one. Accepts what models really do (thinking that is
 never closed, an answer inside the think channel, calls without an answer) and says so in `deviations`; a call that
-cannot be understood is reported as malformed and never guessed at. Feeding the same ids in any pieces gives the same message,
-and the deltas joined give its texts.
+cannot be understood is reported as malformed and never guessed at. Feeding the same ids in any pieces gives the same
+message, and the deltas joined give its texts.
 """
 
 from __future__ import annotations
