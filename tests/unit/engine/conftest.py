@@ -48,14 +48,16 @@ def spread(model: K3ForCausalLM, seed: int) -> K3ForCausalLM:
 
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of random bases, fp32: `tiny` (7 layers, vocabulary 96) and `toy` (4 layers, vocabulary 128) with every
-    mechanism spread out, `fresh` as training starts from it."""
+    """Folders of random bases: `tiny` (7 layers, vocabulary 96) and `toy` (4 layers, vocabulary 128) in fp32 with every
+    mechanism spread out, `bf16` is tiny in bfloat16, `fresh` is toy as training starts from it."""
     torch.set_num_threads(1)
     configs: dict[str, K3Config] = {"tiny": presets.tiny(96), "toy": presets.toy(128)}
     folders: dict[str, Path] = {}
     for seed, (name, config) in enumerate(configs.items()):
         folders[name] = tmp_path_factory.mktemp("bases") / name
         write_base(folders[name], spread(K3ForCausalLM(config), seed))
+    folders["bf16"] = tmp_path_factory.mktemp("bases") / "bf16"
+    write_base(folders["bf16"], spread(K3ForCausalLM(presets.tiny(96, dtype="bfloat16")), seed=6))
     folders["fresh"] = tmp_path_factory.mktemp("bases") / "fresh"
     write_base(folders["fresh"], K3ForCausalLM(presets.toy(128), seed=4))
     return folders

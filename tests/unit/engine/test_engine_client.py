@@ -34,7 +34,7 @@ from tidemill.core.errors import (
     TidemillError,
 )
 from tidemill.core.launcher import LocalLauncher, start_time
-from tidemill.engine import EmbeddedEngine, EngineConfig, EngineSpec, SpawnedEngine, load_core, wire
+from tidemill.engine import EmbeddedEngine, EngineConfig, EngineCore, EngineSpec, SpawnedEngine, load_core, wire
 from tidemill.engine import messages as m
 
 SIZES = EngineConfig(max_model_len=512, max_running=8, max_batched_tokens=64, prefill_chunk=32, pool_bytes=1 << 26)
@@ -242,6 +242,24 @@ def test_closing_an_embedded_engine_fails_open_calls(bases) -> None:
 
     asyncio.run(main())
     assert not any(t.name == "tidemill-engine" and t is client._thread for t in threading.enumerate())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_in_the_engine_fails_every_caller_and_is_not_hidden(bases, monkeypatch) -> None:
+    client = EmbeddedEngine(lambda: load_core(EngineSpec(model=bases["tiny"], config=SIZES)))
+
+    def broken(self: EngineCore) -> list[m.Reply]:
+        raise RuntimeError("out of registers")
+
+    async def main() -> None:
+        monkeypatch.setattr(EngineCore, "step", broken)
+        with pytest.raises(EngineError, match="unexpected error"):
+            await client.generate(generate_request("r"))
+        with pytest.raises(EngineError, match="unexpected error"):
+            await client.info()
+
+    asyncio.run(main())
+    client.shutdown()
 
 
 def test_frames_survive_splitting_and_bad_ones_are_refused() -> None:

@@ -27,6 +27,7 @@ Choose = Callable[[int, int], int]
 """An integer between two bounds, both included: from Hypothesis, or from a seeded generator."""
 
 BASES = ("tiny", "toy")
+pytestmark = pytest.mark.timeout(600)
 
 
 @dataclass
@@ -74,6 +75,7 @@ class Reference:
     def __init__(self, driver, adapter) -> None:
         self._driver, self._adapter = driver, adapter
         self._engines: dict[tuple[str, bool], object] = {}
+        self._known: dict[tuple, tuple[Completion, StateRecord]] = {}
 
     def engine(self, base: str, adapted: bool):
         key = (base, adapted)
@@ -85,6 +87,12 @@ class Reference:
         return self._engines[key]
 
     def run(self, base: str, adapted: bool, ids: list[int], sampling: dict) -> tuple[Completion, StateRecord]:
+        key = (base, adapted, tuple(ids), tuple(sorted(sampling.items())))
+        if key not in self._known:
+            self._known[key] = self._compute(base, adapted, ids, sampling)
+        return self._known[key]
+
+    def _compute(self, base: str, adapted: bool, ids: list[int], sampling: dict) -> tuple[Completion, StateRecord]:
         engine = self.engine(base, adapted)
         engine.call(m.OpenSession, "ref")
         done = engine.generate(ids, session="ref", scores=True, **sampling)
@@ -182,7 +190,7 @@ def drawn(data: st.DataObject) -> Choose:
     return lambda low, high: data.draw(st.integers(low, high))
 
 
-@settings(max_examples=20)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_a_row_depends_on_itself_and_its_past_only(driver, adapter, reference, data):
     check(build(drawn(data)), driver, adapter, reference)
@@ -190,7 +198,7 @@ def test_a_row_depends_on_itself_and_its_past_only(driver, adapter, reference, d
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-@settings(max_examples=2000, derandomize=False)
+@settings(max_examples=1500, derandomize=False)
 @given(data=st.data())
 def test_a_row_depends_on_itself_and_its_past_only_2000(driver, adapter, reference, data):
     check(build(drawn(data)), driver, adapter, reference)
@@ -203,6 +211,29 @@ def test_a_full_house_at_once(driver, adapter, reference):
                       {"max_tokens": 4, "temperature": 1.0, "seed": 1, "sequence": i})] for i in range(64)]
     sizes = {"max_running": 48, "max_batched_tokens": 512, "prefill_chunk": 70}
     check(Scenario("toy", sizes, sessions, False), driver, adapter, reference)
+
+
+def test_bf16_keeps_the_contract(driver, adapter, reference):
+    for seed in range(2):
+        scenario = fault_scenario(seed)
+        scenario.base = "bf16"
+        check(scenario, driver, adapter, reference)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("base", ["tiny", "bf16"])
+def test_two_threads_keep_the_contract(driver, adapter, reference, base):
+    """Soak only: on two busy cores every parallel region may wait for a descheduled thread."""
+    scenario = fault_scenario(1)
+    scenario.base = base
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        outcomes = execute(scenario, driver, adapter)
+    finally:
+        torch.set_num_threads(before)
+    compare(scenario, outcomes, reference)  # the reference runs on one thread
 
 
 # -- planted faults: each breaks the engine in a way that the check must notice ---------------------------------------
@@ -297,7 +328,6 @@ def test_fault_scenarios_pass_on_the_healthy_engine(driver, adapter, reference):
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
 def test_a_planted_fault_is_noticed(driver, adapter, reference, monkeypatch, fault):
-    noticed = 0
     for seed in range(4):
         scenario = fault_scenario(seed)
         with monkeypatch.context() as patch:
@@ -306,5 +336,5 @@ def test_a_planted_fault_is_noticed(driver, adapter, reference, monkeypatch, fau
         try:
             compare(scenario, outcomes, reference)
         except AssertionError:
-            noticed += 1
-    assert noticed, f"{fault.__name__} went unnoticed"
+            return
+    raise AssertionError(f"{fault.__name__} went unnoticed in four scenarios")
