@@ -14,6 +14,9 @@ from tidemill.core.files import read_jsonl
 from tidemill.train.run import Result, execute
 from tidemill.train.run_dir import RunDir, check_exactly_once
 
+pytestmark = pytest.mark.xdist_group("rl-loop")
+"""One worker runs all of them, since they share one warmed-up base."""
+
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Result:
