@@ -113,15 +113,18 @@ class GvisorGuest(AgentGuest):
 
     async def save(self, image: Path) -> None:
         """Save into an empty folder and go on. Not broken off by a cancellation: the runtime finishes a save anyway."""
-        await self.channel.quiesce()
-        saving = asyncio.ensure_future(self._backend.runsc.save(self._runtime_id, image))
+        started = time.monotonic()
+        saving: asyncio.Future[None] | None = None
         try:
+            await self.channel.quiesce()
+            saving = asyncio.ensure_future(self._backend.runsc.save(self._runtime_id, image))
             await asyncio.shield(saving)
         finally:
-            if not saving.done():
+            if saving is not None and not saving.done():
                 await asyncio.wait([saving])
             if not self.channel.closed:
                 self.channel.proceed()
+                self.channel.frozen_s += time.monotonic() - started
 
     async def kill(self) -> None:
         self.channel.close()
