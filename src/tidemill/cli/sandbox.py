@@ -53,8 +53,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command()
 def setup(template: Template = "base") -> None:
-    """Fetch the runtime if it is missing, make the template, and start one sandbox from it, which saves the image that later
-    ones are restored from. All of it is kept in the cache (TIDEMILL_CACHE)."""
+    """Fetch the runtime if it is missing, make the template, and start one sandbox from it, which saves the image
+    that later ones are restored from. All of it is kept in the cache (TIDEMILL_CACHE)."""
     if os.geteuid() != 0:
         raise SetupError("setting up sandboxes needs root.",
                          remedy="Run it with sudo, or set E2B_API_URL to use a service elsewhere.")
@@ -219,8 +219,8 @@ async def _first_start(template: str, cache_dir: Path) -> str:
         try:
             guest = await backend.create("setup", template)
             try:
-                done = await guest.exec(["python3", "--version"], stdin=b"", env={}, cwd="", user="user", timeout_s=30.0,
-                                        max_output_bytes=1000)
+                done = await guest.exec(["python3", "--version"], stdin=b"", env={}, cwd="", user="user",
+                                        timeout_s=30.0, max_output_bytes=1000)
             finally:
                 await guest.kill()
         finally:
