@@ -318,7 +318,8 @@ def _summary_lines(summary: dict[str, Any], folder: Path) -> list[str]:
         f"{summary['temperature']:g}, seed {summary['seed']}",
         f"harness {summary['harness']}, effort {summary['effort'] or 'default'}, max_tokens {summary['max_tokens']}, "
         f"{limits}",
-        "policy " + ", ".join(f"{name} {value[:23]}" for name, value in summary["policy"].items() if value),
+        "policy " + ", ".join(f"{name} {value[:19] if value.startswith('sha256:') else value}"
+                              for name, value in summary["policy"].items() if value),
         _estimate_line(f"avg@{k}", summary[f"avg@{k}"]),
     ]
     lines += [_estimate_line(name, value) for name, value in summary["pass"].items() if k > 1]
