@@ -1,7 +1,7 @@
 """Groups of processes that the kernel stops and continues together: the control-group freezer, version 1 or 2.
 
-One group per guest below a folder of this service's own. Limits nothing else. Where no writable freezer is mounted (many
-containers), `find_freezer` says so with None and guests cannot be paused.
+One group per guest below a folder of this service's own. Limits nothing else. Where no writable freezer is
+mounted (many containers), `find_freezer` says so with None and guests cannot be paused.
 """
 
 from __future__ import annotations
@@ -91,8 +91,11 @@ class Freezer:
         return "frozen 1" in (self.home / name / "cgroup.events").read_text().splitlines()
 
     def _write(self, name: str, *, freeze: bool) -> None:
-        file, text = ("freezer.state", "FROZEN" if freeze else "THAWED") if self.version == 1 else (
-            "cgroup.freeze", "1" if freeze else "0")
+        file, text = (
+            ("freezer.state", "FROZEN" if freeze else "THAWED")
+            if self.version == 1
+            else ("cgroup.freeze", "1" if freeze else "0")
+        )
         try:
             (self.home / name / file).write_text(text)
         except OSError as e:

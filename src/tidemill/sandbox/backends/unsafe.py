@@ -1,9 +1,10 @@
 """Guests in namespaces on this machine's own kernel: for code that is trusted, and machines without gVisor.
 
-The same agent is the first process of new mount, process, network, IPC and host-name namespaces; its system is the template
-with a layer in memory above. That keeps programs from tripping over each other, not an attacker in: they share the host's
-kernel, and a command that asks for root has enough rights to get out. Guests can be paused where the kernel's freezer can be
-used; they cannot be saved or forked. They live on beside the service.
+The same agent is the first process of new mount, process, network, IPC and host-name namespaces; its
+system is the template with a layer in memory above. That keeps programs from tripping over each other,
+not an attacker in: they share the host's kernel, and a command that asks for root has enough rights to
+get out. Guests can be paused where the kernel's freezer can be used; they cannot be saved or forked. They
+live on beside the service.
 
     unsafe/guests/NAME/    in.fifo, out.fifo, mnt/ (empty outside the guest); `paused` while frozen
 """
@@ -132,14 +133,25 @@ class UnsafeBackend:
     def freezer(self) -> Freezer:
         """Raises MissingCapabilityError if this machine has none we may use."""
         if self._freezer is None:
-            raise MissingCapabilityError("guests of the unsafe backend cannot be paused here: no control-group freezer "
-                                         "is mounted writable.", remedy="Use the backend gvisor.")
+            raise MissingCapabilityError(
+                "guests of the unsafe backend cannot be paused here: no control-group freezer is mounted writable.",
+                remedy="Use the backend gvisor.",
+            )
         return self._freezer
 
     def capabilities(self) -> Capabilities:
         detail = {"network": "none", "freezer": f"cgroup v{self._freezer.version}" if self._freezer else "none"}
-        return Capabilities(backend="unsafe", isolation="weak", pause=self._freezer is not None, snapshot=False, fork=False,
-                            cow_memory=False, external_tcp=False, survives_daemon=True, detail=detail)
+        return Capabilities(
+            backend="unsafe",
+            isolation="weak",
+            pause=self._freezer is not None,
+            snapshot=False,
+            fork=False,
+            cow_memory=False,
+            external_tcp=False,
+            survives_daemon=True,
+            detail=detail,
+        )
 
     async def start(self) -> None:
         if os.geteuid() != 0:
@@ -160,25 +172,21 @@ class UnsafeBackend:
     async def create(self, runtime_id: str, template: str) -> UnsafeGuest:
         rootfs = find_template(self._cache_dir, template).rootfs
         if set(str(rootfs)) & set(",:\\"):
-            raise SetupError(f"{rootfs} holds a comma, colon or backslash, which overlayfs cannot take.",
-                             remedy="Set TIDEMILL_CACHE to another folder.")
+            raise SetupError(
+                f"{rootfs} holds a comma, colon or backslash, which overlayfs cannot take.",
+                remedy="Set TIDEMILL_CACHE to another folder.",
+            )
         folder = self.folder(runtime_id)
         try:
             folder.mkdir(mode=0o700)
         except FileExistsError as e:
             raise SandboxError(f"{runtime_id} exists.") from e
-        channel: Channel | None = None
+        starting = asyncio.ensure_future(self._launch(runtime_id, rootfs))
         try:
-            (folder / "mnt").mkdir()
-            make_pipes(folder)
-            if self._freezer is not None:
-                self._freezer.make(runtime_id)
-            channel = await self._launch(runtime_id, rootfs)
+            channel = await asyncio.shield(starting)
             await channel.hello(timeout_s=HELLO_S)
         except BaseException:
-            if channel is not None:
-                channel.close()
-            await asyncio.shield(asyncio.ensure_future(self.destroy(runtime_id)))
+            await asyncio.shield(asyncio.ensure_future(self._abandon(runtime_id, starting)))
             raise
         guest = UnsafeGuest(self, runtime_id, template, channel)
         self._guests.add(guest)
@@ -188,8 +196,9 @@ class UnsafeBackend:
         runtime_id = str(record["runtime_id"])
         if not self.first_processes(runtime_id):
             raise SandboxDiedError(f"{runtime_id} is gone.")
-        channel = Channel(*open_host_ends(self.folder(runtime_id)), label=runtime_id,
-                          identity=bytes.fromhex(record["identity"]))
+        channel = Channel(
+            *open_host_ends(self.folder(runtime_id)), label=runtime_id, identity=bytes.fromhex(record["identity"])
+        )
         guest = UnsafeGuest(self, runtime_id, record["template"], channel)
         try:
             await guest.greet_again(frozen=self._freezer is not None and self._freezer.frozen(runtime_id))
@@ -208,8 +217,8 @@ class UnsafeBackend:
         def belongs(arguments: list[str]) -> bool:
             return folder in arguments and ("--label" in arguments or "--contain" in arguments)
 
-        # One in the middle of starting may become two while we look: look again until there is none. The kernel ends every
-        # process of the namespace before the first one is gone.
+        # One in the middle of starting may become two while we look: look again until there is none. The kernel ends
+        # every process of the namespace before the first one is gone.
         deadline = time.monotonic() + END_S
         while pids := find_processes(belongs):
             if (left := deadline - time.monotonic()) <= 0:
@@ -246,17 +255,37 @@ class UnsafeBackend:
 
     # ---- inside
 
+    async def _abandon(self, runtime_id: str, starting: asyncio.Future[Channel]) -> None:
+        """Undo a start that failed or is not wanted any more. It is let come to its end first: a process that is just
+        becoming another program cannot be recognised."""
+        await asyncio.wait([starting])
+        if not starting.cancelled() and starting.exception() is None:
+            starting.result().close()
+        await self.destroy(runtime_id)
+
     async def _launch(self, runtime_id: str, rootfs: Path) -> Channel:
         folder = self.folder(runtime_id)
         members = str(self._freezer.members_file(runtime_id)) if self._freezer is not None else "-"
-        command = [str(agent_binary(self._cache_dir)), "--contain", str(rootfs), str(folder), str(zygote_script()),
-                   str(TMPFS_BYTES), members]
+        command = [
+            str(agent_binary(self._cache_dir)),
+            "--contain",
+            str(rootfs),
+            str(folder),
+            str(zygote_script()),
+            str(TMPFS_BYTES),
+            members,
+        ]
+        (folder / "mnt").mkdir()
+        make_pipes(folder)
+        if self._freezer is not None:
+            self._freezer.make(runtime_id)
         stdin, stdout = open_guest_ends(folder)
         ends: tuple[int, int] | None = None
         try:
             ends = open_host_ends(folder)
-            process = await asyncio.create_subprocess_exec(*command, stdin=stdin, stdout=stdout,
-                                                           stderr=asyncio.subprocess.PIPE, start_new_session=True)
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=stdin, stdout=stdout, stderr=asyncio.subprocess.PIPE, start_new_session=True
+            )
             try:
                 async with asyncio.timeout(START_S):
                     _, said = await process.communicate()

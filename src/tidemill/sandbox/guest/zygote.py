@@ -119,7 +119,7 @@ class Session:
         except BaseException as error:
             kind, trace = type(error), error.__traceback__
             # The first frame is ours.
-            traceback.print_exception(kind, error, trace.tb_next if trace is not None else None)
+            show("".join(traceback.format_exception(kind, error, trace.tb_next if trace is not None else None)))
             return 1
         return 0
 
@@ -130,6 +130,14 @@ def reseed():
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
         numpy.random.seed()
+
+
+def show(text):
+    """Write to stderr, whatever the user's code made of it."""
+    try:
+        sys.stderr.write(text)
+    except (OSError, ValueError, AttributeError, TypeError):
+        os.write(2, text.encode("utf-8", "backslashreplace"))
 
 
 def flush():
@@ -252,6 +260,8 @@ def main():
         libc.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0)
         become(ZYGOTE_ID)
         set_capabilities(CAP_SETUID, CAP_SETGID)
+        # Some kernels leave this set although the user changed: /proc would then open our descriptors to others.
+        libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     # Line by line, so that a cell ended by its deadline has shown what it printed.
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
