@@ -1,7 +1,8 @@
-"""Reads the system's apt sources and runs apt-get on private lists and caches, so that neither is ever changed.
+"""Reads the system's apt sources and runs apt-get on private lists and caches, so that neither is ever
+changed.
 
-Knows the two formats of source entries and nothing about what is fetched. No mirror is named here: the ones the machine is
-configured with are used.
+Knows the two formats of source entries and nothing about what is fetched. The mirror is the one the machine
+is configured with; only a machine without any Debian entry (Ubuntu) gets Debian's own public one.
 """
 
 from __future__ import annotations
@@ -15,18 +16,22 @@ from pathlib import Path
 from tidemill.core.errors import SetupError
 
 DEBIAN_SUITES = ("bookworm", "trixie", "forky", "sid", "stable", "testing", "unstable", "oldstable")
-"""Suites that only a Debian mirror carries; an entry with one of them tells where Debian packages come from here."""
+"""An entry with one of them, the component `main` and `debian` in its address tells where Debian packages come
+from here; other vendors use the same suite names."""
+PUBLIC_MIRROR = "http://deb.debian.org/debian"
+PUBLIC_SECURITY_MIRROR = "http://deb.debian.org/debian-security"
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 APT_DIR = Path("/etc/apt")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One enabled binary entry: base address, suites, and the key file if the entry names one."""
+    """One enabled binary entry: base address, suites, the key file if the entry names one, and components."""
 
     uri: str
     suites: tuple[str, ...]
     signed_by: str = ""
+    components: tuple[str, ...] = ("main",)
 
 
 def read_sources(apt_dir: Path = APT_DIR) -> list[Source]:
@@ -56,7 +61,7 @@ def _lines(text: str) -> Iterator[Source]:
                 signed_by = value if name == "signed-by" else signed_by
             words = words[:1] + words[end + 1 :]
         if len(words) >= 3:
-            yield Source(words[1], (words[2],), signed_by)
+            yield Source(words[1], (words[2],), signed_by, tuple(words[3:]))
 
 
 def _stanzas(text: str) -> Iterator[Source]:
@@ -72,33 +77,46 @@ def _stanzas(text: str) -> Iterator[Source]:
                 name, _, value = line.partition(":")
                 name = name.strip().lower()
                 fields[name] = value.strip()
-        if "deb" not in fields.get("types", "").split() or fields.get("enabled", "yes").lower() in ("no", "false"):
+        if "deb" not in fields.get("types", "").split() or fields.get("enabled", "yes").lower() in (
+            "no",
+            "false",
+        ):
             continue
         signed_by = fields.get("signed-by", "")
         for uri in fields.get("uris", "").split():
-            yield Source(uri, tuple(fields.get("suites", "").split()), signed_by if signed_by.startswith("/") else "")
+            yield Source(
+                uri, tuple(fields.get("suites", "").split()), signed_by if signed_by.startswith("/") else ""
+            )
 
 
 def debian_mirror(sources: Sequence[Source]) -> Source:
-    """The machine's Debian mirror. Raises SetupError if its sources name none (Ubuntu, for instance)."""
+    """The machine's Debian mirror, or Debian's public one if its sources name none (Ubuntu, for instance)."""
     for source in sources:
-        if any(suite in DEBIAN_SUITES for suite in source.suites):
+        if _is_debian(source) and any(suite in DEBIAN_SUITES for suite in source.suites):
             return source
-    raise SetupError("this machine's apt sources name no Debian mirror.",
-                     remedy="Add a Debian mirror to /etc/apt/sources.list.d, or put what is missing in place by hand.")
+    return Source(PUBLIC_MIRROR, ())
 
 
-def security_mirror(sources: Sequence[Source], codename: str) -> Source | None:
-    """The entry for security updates of `codename`, if there is one."""
-    return next((s for s in sources if f"{codename}-security" in s.suites), None)
+def security_mirror(sources: Sequence[Source], codename: str) -> Source:
+    """Where security updates of `codename` come from: the machine's entry, or Debian's public one."""
+    for source in sources:
+        if _is_debian(source) and f"{codename}-security" in source.suites:
+            return source
+    return Source(PUBLIC_SECURITY_MIRROR, ())
+
+
+def _is_debian(source: Source) -> bool:
+    return "main" in source.components and "debian" in source.uri.lower()
 
 
 def keyring_of(source: Source) -> str:
     """The key file that signs `source`. Raises SetupError if none is installed."""
     path = Path(source.signed_by) if source.signed_by else KEYRING
     if not path.is_file():
-        raise SetupError(f"{path} is missing, so packages cannot be verified.",
-                         remedy="Install it with `apt-get install debian-archive-keyring`.")
+        raise SetupError(
+            f"{path} is missing, so packages cannot be verified.",
+            remedy="Install it with `apt-get install debian-archive-keyring`.",
+        )
     return str(path)
 
 
@@ -108,19 +126,27 @@ def source_line(source: Source, suite: str, component: str = "main") -> str:
 
 
 def download(lines: Sequence[str], package: str, into: Path, *, timeout_s: float = 300.0) -> Path:
-    """Fetch one package (`name=version`) from the given entries into the folder `into`; apt verifies its signature chain.
+    """Fetch one package (`name=version`) from the given entries into the folder `into`; apt verifies its
+    signature chain.
 
     Lists and caches live below `into`. Raises SetupError with apt's last words.
     """
     if shutil.which("apt-get") is None:
-        raise SetupError("apt-get is not on this machine.", remedy=f"Install {package.split('=')[0]} by hand.")
+        raise SetupError(
+            "apt-get is not on this machine.", remedy=f"Install {package.split('=')[0]} by hand."
+        )
     for folder in ("lists/partial", "cache/archives/partial"):
         (into / folder).mkdir(parents=True, exist_ok=True)
     (into / "sources.list").write_text("\n".join(lines) + "\n")
     options = {
-        "Dir::Etc::sourcelist": into / "sources.list", "Dir::Etc::sourceparts": "/dev/null",
-        "Dir::State::lists": into / "lists", "Dir::Cache": into / "cache", "APT::Sandbox::User": "root",
-        "Acquire::Languages": "none", "Acquire::Retries": "3", "Acquire::IndexTargets::deb::Contents-deb::DefaultEnabled": "false",
+        "Dir::Etc::sourcelist": into / "sources.list",
+        "Dir::Etc::sourceparts": "/dev/null",
+        "Dir::State::lists": into / "lists",
+        "Dir::Cache": into / "cache",
+        "APT::Sandbox::User": "root",
+        "Acquire::Languages": "none",
+        "Acquire::Retries": "3",
+        "Acquire::IndexTargets::deb::Contents-deb::DefaultEnabled": "false",
     }
     flags = [part for name, value in options.items() for part in ("-o", f"{name}={value}")]
     for command in (["apt-get", *flags, "-qq", "update"], ["apt-get", *flags, "-qq", "download", package]):
@@ -133,11 +159,24 @@ def download(lines: Sequence[str], package: str, into: Path, *, timeout_s: float
 
 def _run(command: Sequence[str], cwd: Path, timeout_s: float) -> None:
     try:
-        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, errors="replace", timeout=timeout_s,
-                              stdin=subprocess.DEVNULL, check=False)
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
     except subprocess.TimeoutExpired as e:
-        raise SetupError(f"`{command[-2]} {command[-1]}` did not end within {timeout_s:g} s.",
-                         remedy="See whether the package mirror can be reached.") from e
+        raise SetupError(
+            f"`{command[-2]} {command[-1]}` did not end within {timeout_s:g} s.",
+            remedy="See whether the package mirror can be reached.",
+        ) from e
     if done.returncode:
         words = " ".join((done.stderr or done.stdout).split())[-400:]
-        raise SetupError(f"apt-get could not fetch the package: {words}", remedy="See whether the package mirror can be reached.")
+        raise SetupError(
+            f"apt-get could not fetch the package: {words}",
+            remedy="See whether the package mirror can be reached.",
+        )

@@ -1,8 +1,9 @@
-"""Finds the gVisor runtime (`runsc`): the one on PATH if it is new enough, else the pinned Debian package in our cache.
+"""Finds the gVisor runtime (`runsc`): the one on PATH if it is new enough, else the pinned Debian package in
+our cache.
 
-Older builds are refused because they hang in checkpoint. The package is fetched with the machine's own apt mirror and keys
-under a private configuration, its SHA-256 checked, and unpacked into the cache; the system's package sources stay as they
-were. Starts nothing that outlives the call.
+Older builds are refused because they hang in checkpoint. The package is fetched with the machine's own apt
+mirror and keys under a private configuration, its SHA-256 checked, and unpacked into the cache; the system's
+package sources stay as they were. Starts nothing that outlives the call.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _REMEDY = "Run `tidemill sandbox setup`, or put runsc of 2024-07-29 or newer on 
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """A usable runsc. `version` is its release date as a number (20240729); `notes` says what was passed over and why."""
+    """A usable runsc. `version` is its release date as a number (20240729); `notes` says what was passed over
+    and why."""
 
     path: Path
     version: int
@@ -41,15 +43,24 @@ class Runtime:
 
 
 def read_version(path: Path, *, timeout_s: float = 20.0) -> int:
-    """Release date printed by `runsc --version`. Raises SetupError if it does not run or prints something else."""
+    """Release date printed by `runsc --version`. Raises SetupError if it does not run or prints something
+    else."""
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=timeout_s,
-                              stdin=subprocess.DEVNULL, check=False)
+        done = subprocess.run(
+            [path, "--version"],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired) as e:
         raise SetupError(f"{path} does not run: {e}", remedy=_REMEDY) from e
     found = re.search(r"\b(20\d{6})\b", done.stdout)
     if found is None:
-        raise SetupError(f"{path} --version says {done.stdout[:80]!r}, which has no release date.", remedy=_REMEDY)
+        raise SetupError(
+            f"{path} --version says {done.stdout[:80]!r}, which has no release date.", remedy=_REMEDY
+        )
     return int(found.group(1))
 
 
@@ -73,13 +84,16 @@ def find_runtime(cache_dir: Path, *, search_path: str | None = None) -> Runtime:
 
 
 def ensure_runtime(cache_dir: Path, *, search_path: str | None = None) -> Runtime:
-    """`find_runtime`, fetching the pinned package if nothing usable is there. Raises SetupError, IntegrityError."""
+    """`find_runtime`, fetching the pinned package if nothing usable is there. Raises SetupError,
+    IntegrityError."""
     try:
         return find_runtime(cache_dir, search_path=search_path)
     except SetupError as missing:
         if platform.machine() != "x86_64":
-            raise SetupError(f"{missing.message} The pinned package is for x86_64, this machine is {platform.machine()}.",
-                             remedy="Put runsc of 2024-07-29 or newer on PATH.") from missing
+            raise SetupError(
+                f"{missing.message} The pinned package is for x86_64, this machine is {platform.machine()}.",
+                remedy="Put runsc of 2024-07-29 or newer on PATH.",
+            ) from missing
     target = cached_binary(cache_dir)
     with locked(target.parent.with_suffix(".lock")):
         if not target.is_file():
@@ -89,16 +103,22 @@ def ensure_runtime(cache_dir: Path, *, search_path: str | None = None) -> Runtim
 
 def _fetch(target: Path) -> None:
     if shutil.which("dpkg") is None:
-        raise SetupError("dpkg is not on this machine, so the pinned package cannot be unpacked.",
-                         remedy="Put runsc of 2024-07-29 or newer on PATH.")
+        raise SetupError(
+            "dpkg is not on this machine, so the pinned package cannot be unpacked.",
+            remedy="Put runsc of 2024-07-29 or newer on PATH.",
+        )
     mirror = apt.debian_mirror(apt.read_sources())
     with tempfile.TemporaryDirectory(dir=target.parent.parent, prefix=".fetch-") as scratch:
         work = Path(scratch)
         deb = apt.download([apt.source_line(mirror, PINNED_SUITE)], PINNED_PACKAGE, work)
         got = digest_file(deb)
         if got != PREFIX + PINNED_SHA256:
-            raise IntegrityError(f"{deb.name} has {got}, expected {PREFIX}{PINNED_SHA256}; it was not unpacked.")
-        done = subprocess.run(["dpkg", "-x", deb, work / "tree"], capture_output=True, text=True, timeout=60, check=False)
+            raise IntegrityError(
+                f"{deb.name} has {got}, expected {PREFIX}{PINNED_SHA256}; it was not unpacked."
+            )
+        done = subprocess.run(
+            ["dpkg", "-x", deb, work / "tree"], capture_output=True, text=True, timeout=60, check=False
+        )
         binaries = sorted((work / "tree").glob("usr/bin/runsc"))
         if done.returncode or not binaries:
             raise SetupError(f"{deb.name} could not be unpacked: {done.stderr.strip()[-200:]}")

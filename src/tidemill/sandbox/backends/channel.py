@@ -1,8 +1,9 @@
-"""The host's end of a guest's two pipes: frames out and in, calls waiting for their results, credit, acknowledgement.
+"""The host's end of a guest's two pipes: frames out and in, calls waiting for their results, credit,
+acknowledgement.
 
-Knows the protocol but no runtime. One event loop, no threads: descriptors are non-blocking and watched by the loop. End of
-file or a broken pipe means the guest is gone; every call in flight then ends with SandboxDiedError. What the guest says is
-bounded by credit, so an answer is never larger than was asked for.
+Knows the protocol but no runtime. One event loop, no threads: descriptors are non-blocking and watched by the
+loop. End of file or a broken pipe means the guest is gone; every call in flight then ends with
+SandboxDiedError. What the guest says is bounded by credit, so an answer is never larger than was asked for.
 """
 
 from __future__ import annotations
@@ -14,11 +15,34 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tidemill.core.errors import (BusyError, DeadlineError, InputError, NotFoundError, SandboxDiedError, SandboxError,
-                                  TidemillError)
-from tidemill.sandbox.guest.protocol import (CREDIT_STEP, FLAG_END, FLAG_MORE, INITIAL_CREDIT, MAX_PAYLOAD, MAX_REQUEST,
-                                             PADDING, PROTOCOL_VERSION, Decoder, Frame, Refusal, Tag, Type, decode_fields,
-                                             encode_fields, encode_frame, numbers)
+from tidemill.core.errors import (
+    BusyError,
+    DeadlineError,
+    InputError,
+    NotFoundError,
+    SandboxDiedError,
+    SandboxError,
+    TidemillError,
+)
+from tidemill.sandbox.guest.protocol import (
+    CREDIT_STEP,
+    FLAG_END,
+    FLAG_MORE,
+    INITIAL_CREDIT,
+    MAX_PAYLOAD,
+    MAX_REQUEST,
+    PADDING,
+    PROTOCOL_VERSION,
+    Decoder,
+    Frame,
+    Refusal,
+    Tag,
+    Type,
+    decode_fields,
+    encode_fields,
+    encode_frame,
+    numbers,
+)
 
 _READ_BYTES = 256 * 1024
 _ACK_BYTES = 256 * 1024
@@ -36,7 +60,8 @@ class SessionEntry:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The guest's answer to HELLO. `boot_id` changes when it starts to be another sandbox (start, restore, fork)."""
+    """The guest's answer to HELLO. `boot_id` changes when it starts to be another sandbox (start, restore,
+    fork)."""
 
     boot_id: str
     generation: int
@@ -149,7 +174,9 @@ class Channel:
             raise SandboxDiedError(f"{self.label} is gone.")
         self._seq += 1
         self._unacknowledged = 0
-        self._pending.append(memoryview(encode_frame(kind, stream, payload, seq=self._seq, ack=self._seen, flags=flags)))
+        self._pending.append(
+            memoryview(encode_frame(kind, stream, payload, seq=self._seq, ack=self._seen, flags=flags))
+        )
         if not self._writing:
             self._writable()
 
@@ -187,8 +214,10 @@ class Channel:
         """Send a request. Raises InputError if it is too large, SandboxDiedError."""
         body = encode_fields(fields)
         if len(body) > MAX_REQUEST:
-            raise InputError(f"the request has {len(body)} bytes, more than {MAX_REQUEST}.",
-                             remedy="Put large data into a file or on stdin.")
+            raise InputError(
+                f"the request has {len(body)} bytes, more than {MAX_REQUEST}.",
+                remedy="Put large data into a file or on stdin.",
+            )
         call = self.open_call()
         view = memoryview(body)
         for at in range(0, max(len(body), 1), MAX_PAYLOAD):
@@ -197,7 +226,8 @@ class Channel:
         return call
 
     async def finish(self, call: Call, *, timeout_s: float, what: str) -> bytes:
-        """Wait for the call's end; time frozen does not count. A passed deadline or a cancellation cancels it in the guest.
+        """Wait for the call's end; time frozen does not count. A passed deadline or a cancellation cancels it
+        in the guest.
 
         Raises what the guest answered, DeadlineError, SandboxDiedError.
         """
@@ -216,8 +246,9 @@ class Channel:
                 if not self.closed:
                     self.send(Type.CANCEL, call.stream)
 
-    async def hello(self, *, generation: int = 0, abandon: bool = False, takeover: bool = False,
-                    timeout_s: float = 30.0) -> Welcome:
+    async def hello(
+        self, *, generation: int = 0, abandon: bool = False, takeover: bool = False, timeout_s: float = 30.0
+    ) -> Welcome:
         """Greet the guest.
 
         abandon   end what a host before us left running (sessions stay, their running cells go on unheard)
@@ -227,9 +258,18 @@ class Channel:
             self._pending.append(memoryview(PADDING))
         call = self.open_call()
         self._seq = 0
-        self.send(Type.HELLO, call.stream, encode_fields([
-            (Tag.IDENTITY, self.identity), (Tag.LAST_SEEN, self._seen), (Tag.GENERATION, generation),
-            (Tag.ABANDON, int(abandon))]))
+        self.send(
+            Type.HELLO,
+            call.stream,
+            encode_fields(
+                [
+                    (Tag.IDENTITY, self.identity),
+                    (Tag.LAST_SEEN, self._seen),
+                    (Tag.GENERATION, generation),
+                    (Tag.ABANDON, int(abandon)),
+                ]
+            ),
+        )
         answer = await self.finish(call, timeout_s=timeout_s, what="hello")
         return _welcome(answer, self.label)
 
@@ -249,7 +289,8 @@ class Channel:
         self.send(Type.CONTINUE, 0)
 
     def shift_deadlines(self, seconds: float) -> None:
-        """Tell the guest that it was frozen so long; sent before it runs again, it is read before deadlines are looked at."""
+        """Tell the guest that it was frozen so long; sent before it runs again, it is read before deadlines
+        are looked at."""
         self.frozen_s += seconds
         self.send(Type.SHIFT, 0, encode_fields([(Tag.TIMEOUT_MS, int(seconds * 1000))]))
 
@@ -293,7 +334,8 @@ class Channel:
             call.fail(error)
 
     def close(self) -> None:
-        """Let go of the pipes; the guest is not told. Calls in flight end with SandboxDiedError. Idempotent."""
+        """Let go of the pipes; the guest is not told. Calls in flight end with SandboxDiedError. Idempotent.
+        """
         if self.closed:
             return
         self.closed = True
@@ -319,12 +361,18 @@ def _welcome(payload: bytes, label: str) -> Welcome:
                 generation = int.from_bytes(raw, "little")
             elif tag == Tag.SESSIONS:
                 fields = dict(decode_fields(raw))
-                sessions.append(SessionEntry(int.from_bytes(fields[Tag.SESSION], "little"),
-                                             fields[Tag.KIND].decode("ascii", "replace"),
-                                             bool(int.from_bytes(fields[Tag.BUSY], "little"))))
+                sessions.append(
+                    SessionEntry(
+                        int.from_bytes(fields[Tag.SESSION], "little"),
+                        fields[Tag.KIND].decode("ascii", "replace"),
+                        bool(int.from_bytes(fields[Tag.BUSY], "little")),
+                    )
+                )
     except (ValueError, KeyError) as e:
         raise SandboxError(f"{label}: the guest's answer is malformed: {e}") from e
     if version != PROTOCOL_VERSION:
-        raise SandboxError(f"{label} speaks protocol {version}, this service speaks {PROTOCOL_VERSION}.",
-                           remedy="Kill it: it was started by another version of tidemill.")
+        raise SandboxError(
+            f"{label} speaks protocol {version}, this service speaks {PROTOCOL_VERSION}.",
+            remedy="Kill it: it was started by another version of tidemill.",
+        )
     return Welcome(boot_id, generation, tuple(sessions))

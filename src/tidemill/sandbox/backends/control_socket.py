@@ -1,7 +1,8 @@
 """The runtime's control socket: JSON calls with descriptors beside them, as the pinned runsc builds speak it.
 
-One call costs a fraction of a millisecond where the command line costs a process start. The format is private to the runtime,
-so whoever uses this keeps the command line as the other way: ProtocolError says that this way does not work with this build.
+One call costs a fraction of a millisecond where the command line costs a process start. The format is private
+to the runtime, so whoever uses this keeps the command line as the other way: ProtocolError says that this way
+does not work with this build.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class ProtocolError(SandboxError):
 async def call(path: Path, method: str, argument: Any, *, fds: Sequence[int] = (), timeout_s: float) -> Any:
     """Call `method` and return its result.
 
-    `fds` stay open here. Raises SandboxDiedError if nobody listens, SandboxError with the runtime's words if it refuses,
-    DeadlineError, ProtocolError.
+    `fds` stay open here. Raises SandboxDiedError if nobody listens, SandboxError with the runtime's words if
+    it refuses, DeadlineError, ProtocolError.
     """
     loop = asyncio.get_running_loop()
     # The path may be longer than a socket address holds: go through the folder's descriptor.

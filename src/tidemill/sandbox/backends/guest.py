@@ -1,6 +1,7 @@
 """What every guest that runs our agent has in common: commands, sessions and files over its channel.
 
-Backends add what depends on the runtime: freezing, copying, ending. Defaults of the environment a command sees stand here.
+Backends add what depends on the runtime: freezing, copying, ending. Defaults of the environment a command
+sees stand here.
 """
 
 from __future__ import annotations
@@ -49,20 +50,35 @@ def environment(user: str, extra: Mapping[str, str]) -> dict[str, str]:
     """What a command of `user` sees. Raises InputError for a name or value that cannot be a variable."""
     for name, value in extra.items():
         if not name or "=" in name or "\0" in name or "\0" in value:
-            raise InputError(f"env[{name!r}]: a variable's name may not be empty or hold '=', and neither part a zero byte.",
-                             field="env")
+            raise InputError(
+                f"env[{name!r}]: a variable's name may not be empty or hold '=', and neither part a zero byte.",
+                field="env",
+            )
     home = HOME if user == "user" else "/root"
-    return {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": home, "USER": user, "LOGNAME": user,
-            "SHELL": "/bin/bash", "LANG": "C.UTF-8", "TERM": "dumb", **extra}
+    return {
+        "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+        "HOME": home,
+        "USER": user,
+        "LOGNAME": user,
+        "SHELL": "/bin/bash",
+        "LANG": "C.UTF-8",
+        "TERM": "dumb",
+        **extra,
+    }
 
 
 def read_result(call: Call, payload: bytes) -> ExecResult:
     """The end of a command or cell, with what it wrote."""
     fields = numbers(payload)
     return ExecResult(
-        exit_code=fields.get(Tag.EXIT_CODE), stdout=bytes(call.stdout), stderr=bytes(call.stderr),
-        duration_ms=fields.get(Tag.DURATION_US, 0) / 1e3, timed_out=bool(fields.get(Tag.TIMED_OUT)),
-        truncated=bool(fields.get(Tag.TRUNCATED)), signal=fields.get(Tag.SIGNAL, 0))
+        exit_code=fields.get(Tag.EXIT_CODE),
+        stdout=bytes(call.stdout),
+        stderr=bytes(call.stderr),
+        duration_ms=fields.get(Tag.DURATION_US, 0) / 1e3,
+        timed_out=bool(fields.get(Tag.TIMED_OUT)),
+        truncated=bool(fields.get(Tag.TRUNCATED)),
+        signal=fields.get(Tag.SIGNAL, 0),
+    )
 
 
 def milliseconds(timeout_s: float) -> int:
@@ -93,11 +109,19 @@ class AgentSession:
             raise NotFoundError(f"session {self._number} of {self._channel.label} has ended.")
         if "\0" in code:
             raise InputError("code holds a zero byte.", field="code")
-        call = self._channel.request(Type.SESSION_RUN, [
-            (Tag.SESSION, self._number), (Tag.TIMEOUT_MS, milliseconds(timeout_s)), (Tag.OUTPUT_LIMIT, max_output_bytes),
-            (Tag.CODE, code)])
+        call = self._channel.request(
+            Type.SESSION_RUN,
+            [
+                (Tag.SESSION, self._number),
+                (Tag.TIMEOUT_MS, milliseconds(timeout_s)),
+                (Tag.OUTPUT_LIMIT, max_output_bytes),
+                (Tag.CODE, code),
+            ],
+        )
         try:
-            answer = await self._channel.finish(call, timeout_s=timeout_s + GRACE_S, what=f"a cell in its {self._kind}")
+            answer = await self._channel.finish(
+                call, timeout_s=timeout_s + GRACE_S, what=f"a cell in its {self._kind}"
+            )
         except (asyncio.CancelledError, DeadlineError):
             self._ended = True
             raise
@@ -116,7 +140,9 @@ class AgentSession:
 class AgentGuest:
     """The runtime-independent half of Guest. `generation` counts copies since the template."""
 
-    def __init__(self, runtime_id: str, channel: Channel, *, limits: GuestLimits, generation: int = 0) -> None:
+    def __init__(
+        self, runtime_id: str, channel: Channel, *, limits: GuestLimits, generation: int = 0
+    ) -> None:
         self._runtime_id = runtime_id
         self.channel = channel
         self.limits = limits
@@ -135,8 +161,17 @@ class AgentGuest:
         """See base.Guest; a running guest is asked itself."""
         await self.channel.list_sessions(timeout_s=REQUEST_S)
 
-    async def exec(self, argv: Sequence[str], *, stdin: bytes, env: Mapping[str, str], cwd: str, user: str,
-                   timeout_s: float, max_output_bytes: int) -> ExecResult:
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes,
+        env: Mapping[str, str],
+        cwd: str,
+        user: str,
+        timeout_s: float,
+        max_output_bytes: int,
+    ) -> ExecResult:
         if user not in USERS:
             raise InputError(f"user = {user!r}: expected user or root.", field="user")
         if not argv or not argv[0]:
@@ -145,9 +180,13 @@ class AgentGuest:
             raise InputError("argv or cwd holds a zero byte.", field="argv")
         fields: list[tuple[int, int | bytes | str]] = [(Tag.ARGV, word) for word in argv]
         fields += [(Tag.ENV, f"{name}={value}") for name, value in environment(user, env).items()]
-        fields += [(Tag.CWD, cwd or (HOME if user == "user" else "/")), (Tag.UID, USERS[user]),
-                   (Tag.TIMEOUT_MS, milliseconds(timeout_s)), (Tag.OUTPUT_LIMIT, max_output_bytes),
-                   (Tag.STDIN, int(bool(stdin)))]
+        fields += [
+            (Tag.CWD, cwd or (HOME if user == "user" else "/")),
+            (Tag.UID, USERS[user]),
+            (Tag.TIMEOUT_MS, milliseconds(timeout_s)),
+            (Tag.OUTPUT_LIMIT, max_output_bytes),
+            (Tag.STDIN, int(bool(stdin))),
+        ]
         call = self.channel.request(Type.EXEC, fields + (self.limits.fields() if user != "root" else []))
         sender = asyncio.ensure_future(call.send_data(stdin)) if stdin else None
         try:
@@ -174,7 +213,9 @@ class AgentGuest:
 
     async def write_file(self, path: str, data: bytes, *, mode: int) -> None:
         _check_path(path)
-        call = self.channel.request(Type.PUT, [(Tag.PATH, path), (Tag.MODE, mode), (Tag.MAX_BYTES, len(data))])
+        call = self.channel.request(
+            Type.PUT, [(Tag.PATH, path), (Tag.MODE, mode), (Tag.MAX_BYTES, len(data))]
+        )
         timeout_s = REQUEST_S + len(data) / _BYTES_PER_S
         sender = asyncio.ensure_future(call.send_data(data))
         try:
@@ -186,15 +227,24 @@ class AgentGuest:
     async def read_file(self, path: str, *, max_bytes: int) -> bytes:
         _check_path(path)
         call = self.channel.request(Type.GET, [(Tag.PATH, path), (Tag.MAX_BYTES, max_bytes)])
-        await self.channel.finish(call, timeout_s=REQUEST_S + max_bytes / _BYTES_PER_S, what=f"reading {path}")
+        await self.channel.finish(
+            call, timeout_s=REQUEST_S + max_bytes / _BYTES_PER_S, what=f"reading {path}"
+        )
         return bytes(call.stdout)
 
     async def reset(self) -> ResetReport:
-        answer = await self.channel.finish(self.channel.request(Type.RESET, ()), timeout_s=RESET_S, what="reset")
+        answer = await self.channel.finish(
+            self.channel.request(Type.RESET, ()), timeout_s=RESET_S, what="reset"
+        )
         fields = numbers(answer)
-        detail = next((raw.decode("utf-8", "replace") for tag, raw in decode_fields(answer) if tag == Tag.DETAIL), "")
-        return ResetReport(needs_full_reset=bool(fields.get(Tag.NEEDS_FULL, 1)), detail=detail,
-                           processes_ended=fields.get(Tag.PROCESSES, 0))
+        detail = next(
+            (raw.decode("utf-8", "replace") for tag, raw in decode_fields(answer) if tag == Tag.DETAIL), ""
+        )
+        return ResetReport(
+            needs_full_reset=bool(fields.get(Tag.NEEDS_FULL, 1)),
+            detail=detail,
+            processes_ended=fields.get(Tag.PROCESSES, 0),
+        )
 
     async def detach(self) -> None:
         self.channel.close()

@@ -1,8 +1,9 @@
-"""Guests under gVisor (systrap): strong isolation, whole-state fork, and a life of their own beside the service.
+"""Guests under gVisor (systrap): strong isolation, whole-state fork, and a life of their own beside the
+service.
 
-A guest is one container whose first process is our agent, spoken to over two named pipes. `create` restores the template's
-image: a guest that was booted once, with the interpreter warm, and saved. `fork` saves the running guest and restores the image
-under every new name. Layout of the state folder:
+A guest is one container whose first process is our agent, spoken to over two named pipes. `create` restores
+the template's image: a guest that was booted once, with the interpreter warm, and saved. `fork` saves the
+running guest and restores the image under every new name. Layout of the state folder:
 
     gvisor/run/            the runtime's own records and control sockets
     gvisor/guests/NAME/    config.json, in.fifo, out.fifo, runsc.log; `paused` while frozen
@@ -26,7 +27,6 @@ from typing import Any
 
 from tidemill.core.digests import digest_file
 from tidemill.core.errors import DeadlineError, SandboxDiedError, SandboxError, SetupError, TidemillError
-from tidemill.core.files import write_json
 from tidemill.core.sandbox_api import Capabilities
 from tidemill.sandbox.backends.base import Guest
 from tidemill.sandbox.backends.channel import Channel
@@ -52,16 +52,21 @@ IMAGE_FORMAT = 1
 class GvisorGuest(AgentGuest):
     """One container."""
 
-    def __init__(self, backend: GvisorBackend, runtime_id: str, template: str, channel: Channel, *,
-                 generation: int) -> None:
+    def __init__(
+        self, backend: GvisorBackend, runtime_id: str, template: str, channel: Channel, *, generation: int
+    ) -> None:
         super().__init__(runtime_id, channel, limits=backend.limits, generation=generation)
         self._backend = backend
         self._template = template
         self._paused_at = 0.0
 
     def record(self) -> Mapping[str, Any]:
-        return {"runtime_id": self._runtime_id, "template": self._template, "generation": self.generation,
-                "identity": self.channel.identity.hex()}
+        return {
+            "runtime_id": self._runtime_id,
+            "template": self._template,
+            "generation": self.generation,
+            "identity": self.channel.identity.hex(),
+        }
 
     @property
     def _mark(self) -> Path:
@@ -75,7 +80,8 @@ class GvisorGuest(AgentGuest):
 
     async def pause(self) -> None:
         self.check_alive()
-        # The mark is there before and after the time it is about, so whoever finds none knows that the guest runs.
+        # The mark is there before and after the time it is about, so whoever finds none knows that the guest
+        # runs.
         now = time.monotonic()
         self._mark.write_text(repr(now))
         try:
@@ -98,10 +104,14 @@ class GvisorGuest(AgentGuest):
         try:
             since = float(self._mark.read_text())
         except (OSError, ValueError):
-            await self.channel.hello(generation=self.generation, abandon=True, takeover=True, timeout_s=HELLO_S)
+            await self.channel.hello(
+                generation=self.generation, abandon=True, takeover=True, timeout_s=HELLO_S
+            )
             return
         try:
-            await self.channel.hello(generation=self.generation, abandon=True, takeover=True, timeout_s=PAUSED_PROBE_S)
+            await self.channel.hello(
+                generation=self.generation, abandon=True, takeover=True, timeout_s=PAUSED_PROBE_S
+            )
             self._mark.unlink(missing_ok=True)
         except DeadlineError:
             # Our greeting waits in the pipe and is read when it resumes.
@@ -112,7 +122,8 @@ class GvisorGuest(AgentGuest):
         return await self._backend.copy(self, self._template, runtime_ids)
 
     async def save(self, image: Path) -> None:
-        """Save into an empty folder and go on. Not broken off by a cancellation: the runtime finishes a save anyway."""
+        """Save into an empty folder and go on. Not broken off by a cancellation: the runtime finishes a save
+        anyway."""
         started = time.monotonic()
         saving: asyncio.Future[None] | None = None
         try:
@@ -143,6 +154,7 @@ class GvisorBackend:
         self._guests: set[GvisorGuest] = set()
         self._runtime: Runtime | None = None
         self._runsc: Runsc | None = None
+        self._agent = Path()
         self._digests: dict[str, str] = {}
         self._building = asyncio.Lock()
         self._rebuilt = False
@@ -165,22 +177,38 @@ class GvisorBackend:
     def capabilities(self) -> Capabilities:
         detail = {"platform": "systrap", "network": "none"}
         if self._runtime is not None:
-            detail |= {"runtime": str(self._runtime.path), "version": str(self._runtime.version), "notes": self._runtime.notes}
-        return Capabilities(backend="gvisor", isolation="strong", pause=True, snapshot=True, fork=True, cow_memory=False,
-                            external_tcp=False, survives_daemon=True, detail=detail)
+            detail |= {
+                "runtime": str(self._runtime.path),
+                "version": str(self._runtime.version),
+                "notes": self._runtime.notes,
+            }
+        return Capabilities(
+            backend="gvisor",
+            isolation="strong",
+            pause=True,
+            snapshot=True,
+            fork=True,
+            cow_memory=False,
+            external_tcp=False,
+            survives_daemon=True,
+            detail=detail,
+        )
 
     async def start(self) -> None:
         if os.geteuid() != 0:
-            raise SetupError("the gvisor backend needs root.", remedy="Run the sandbox service as root, or set E2B_API_URL.")
+            raise SetupError(
+                "the gvisor backend needs root.",
+                remedy="Run the sandbox service as root, or set E2B_API_URL.",
+            )
         self._runtime = await asyncio.to_thread(find_runtime, self._cache_dir)
         for part in ("run", "guests", "images"):
             (self._home / part).mkdir(parents=True, exist_ok=True, mode=0o700)
         for left in (self._home / "images").iterdir():
             shutil.rmtree(left, ignore_errors=True)
         self._runsc = Runsc(self._runtime, self._home / "run", self._home / "guests")
-        agent, zygote = await asyncio.to_thread(agent_binary, self._cache_dir), zygote_script()
-        self._digests = {name: await asyncio.to_thread(digest_file, path)
-                         for name, path in (("agent", agent), ("zygote", zygote), ("runtime", self._runtime.path))}
+        self._agent = await asyncio.to_thread(agent_binary, self._cache_dir)
+        parts = (("agent", self._agent), ("zygote", zygote_script()), ("runtime", self._runtime.path))
+        self._digests = {name: await asyncio.to_thread(digest_file, path) for name, path in parts}
         for name in await self.templates():
             await self._template_image(find_template(self._cache_dir, name))
 
@@ -197,6 +225,7 @@ class GvisorBackend:
     async def create(self, runtime_id: str, template: str) -> GvisorGuest:
         found = find_template(self._cache_dir, template)
         image = await self._template_image(found)
+        self._check_free(runtime_id)
         try:
             return await self._start(runtime_id, found, image, generation=0)
         except DeadlineError:
@@ -205,7 +234,9 @@ class GvisorBackend:
             if self._rebuilt:
                 raise
             self._rebuilt = True
-            log.warning("the saved template %s cannot be restored (%s): it is saved anew", template, e.message)
+            log.warning(
+                "the saved template %s cannot be restored (%s): it is saved anew", template, e.message
+            )
             await self.destroy(runtime_id)
             self._images.remove(template, self._image_key(found))
             return await self._start(runtime_id, found, await self._template_image(found), generation=0)
@@ -214,8 +245,11 @@ class GvisorBackend:
         runtime_id = str(record["runtime_id"])
         if not self.runsc.alive(runtime_id):
             raise SandboxDiedError(f"{runtime_id} is gone.")
-        channel = Channel(*open_host_ends(self.folder(runtime_id)), label=runtime_id,
-                          identity=bytes.fromhex(record["identity"]))
+        channel = Channel(
+            *open_host_ends(self.folder(runtime_id)),
+            label=runtime_id,
+            identity=bytes.fromhex(record["identity"]),
+        )
         guest = GvisorGuest(self, runtime_id, record["template"], channel, generation=record["generation"])
         try:
             await guest.probe_paused()
@@ -244,14 +278,18 @@ class GvisorBackend:
             await guest.detach()
         self._guests.clear()
 
-    async def copy(self, source: GvisorGuest, template: str, runtime_ids: Sequence[str]) -> list[Guest | TidemillError]:
+    async def copy(
+        self, source: GvisorGuest, template: str, runtime_ids: Sequence[str]
+    ) -> list[Guest | TidemillError]:
         """Save `source` and restore the image under every name."""
         found = find_template(self._cache_dir, template)
         image = Path(tempfile.mkdtemp(dir=self._home / "images", prefix="fork-"))
         try:
             await source.save(image)
-            copies = [asyncio.ensure_future(self._start(name, found, image, generation=source.generation + 1))
-                      for name in runtime_ids]
+            copies = [
+                asyncio.ensure_future(self._start(name, found, image, generation=source.generation + 1))
+                for name in runtime_ids
+            ]
             try:
                 done = await asyncio.gather(*copies, return_exceptions=True)
             except BaseException:
@@ -270,50 +308,68 @@ class GvisorBackend:
 
     # ---- inside
 
-    async def _start(self, runtime_id: str, template: Template, image: Path | None, *, generation: int) -> GvisorGuest:
+    def _check_free(self, runtime_id: str) -> None:
+        if self.folder(runtime_id).exists():
+            raise SandboxError(f"{runtime_id} exists.")
+
+    async def _start(
+        self, runtime_id: str, template: Template, image: Path | None, *, generation: int
+    ) -> GvisorGuest:
         """A new container from an image, or booted if there is none. Leaves nothing on failure."""
+        self._check_free(runtime_id)
         folder = self.folder(runtime_id)
+        folder.mkdir(mode=0o700)
         try:
-            folder.mkdir(mode=0o700)
-        except FileExistsError as e:
-            raise SandboxError(f"{runtime_id} exists.") from e
-        channel: Channel | None = None
-        ends: tuple[int, ...] = ()
-        try:
-            write_json(folder / "config.json", self._config(template))
+            (folder / "config.json").write_text(json.dumps(self._config(template)))
             make_pipes(folder)
-            stdin, stdout = open_guest_ends(folder)
+            channel = await self._launch(runtime_id, image)
             try:
-                ends = open_host_ends(folder)
-                async with self._restores:
-                    if image is None:
-                        await self.runsc.start(runtime_id, stdin, stdout)
-                    else:
-                        await self.runsc.restore(runtime_id, image, stdin, stdout)
-                channel = Channel(*ends, label=runtime_id, identity=secrets.token_bytes(16))
-            finally:
-                os.close(stdin)
-                os.close(stdout)
-                if channel is None:
-                    for fd in ends:
-                        os.close(fd)
-            await channel.hello(generation=generation, timeout_s=HELLO_S)
-        except BaseException:
-            if channel is not None:
+                await channel.hello(generation=generation, timeout_s=HELLO_S)
+            except BaseException:
                 channel.close()
+                raise
+        except BaseException:
             await asyncio.shield(asyncio.ensure_future(self.destroy(runtime_id)))
             raise
         guest = GvisorGuest(self, runtime_id, template.name, channel, generation=generation)
         self._guests.add(guest)
         return guest
 
+    async def _launch(self, runtime_id: str, image: Path | None) -> Channel:
+        """Start the container; its ends of the pipes are closed here when the runtime has passed them on."""
+        stdin, stdout = open_guest_ends(self.folder(runtime_id))
+        ends: tuple[int, ...] = ()
+        try:
+            ends = open_host_ends(self.folder(runtime_id))
+            async with self._restores:
+                if image is None:
+                    await self.runsc.start(runtime_id, stdin, stdout)
+                else:
+                    await self.runsc.restore(runtime_id, image, stdin, stdout)
+            return Channel(*ends, label=runtime_id, identity=secrets.token_bytes(16))
+        except BaseException:
+            for fd in ends:
+                os.close(fd)
+            raise
+        finally:
+            os.close(stdin)
+            os.close(stdout)
+
     def _config(self, template: Template) -> dict[str, Any]:
-        return bundle_config(BundleSpec(rootfs=template.rootfs, agent=agent_binary(self._cache_dir), zygote=zygote_script(),
-                                        tmpfs_bytes=TMPFS_BYTES))
+        return bundle_config(
+            BundleSpec(
+                rootfs=template.rootfs, agent=self._agent, zygote=zygote_script(), tmpfs_bytes=TMPFS_BYTES
+            )
+        )
 
     def _image_key(self, template: Template) -> dict[str, Any]:
-        return {"format": IMAGE_FORMAT, "template": template.digest, "config": self._config(template),
-                "flags": self.runsc.flags(), **self._digests}
+        return {
+            "format": IMAGE_FORMAT,
+            "template": template.digest,
+            "config": self._config(template),
+            "flags": self.runsc.flags(),
+            **self._digests,
+        }
 
     async def _template_image(self, template: Template) -> Path:
         """The template's saved guest, made on first use."""
@@ -334,5 +390,9 @@ class GvisorBackend:
                 await guest.save(image)
             finally:
                 await guest.kill()
-        log.info("saved template %s in %.1f s: %s", template.name, time.monotonic() - started,
-                 json.dumps({p.name: p.stat().st_size for p in self._images.path(template.name, key).iterdir()}))
+        log.info(
+            "saved template %s in %.1f s: %s",
+            template.name,
+            time.monotonic() - started,
+            json.dumps({p.name: p.stat().st_size for p in self._images.path(template.name, key).iterdir()}),
+        )

@@ -1,7 +1,8 @@
-"""The two named pipes between a guest and whoever serves it. Both sides open them by name, so either may be replaced.
+"""The two named pipes between a guest and whoever serves it. Both sides open them by name, so either may be
+replaced.
 
-The guest's descriptors are read-write: it never sees an end of file or a broken pipe while nobody serves it. Ours are one-way,
-so that the guest's end is one we see.
+The guest's descriptors are read-write: it never sees an end of file or a broken pipe while nobody serves it.
+Ours are one-way, so that the guest's end is one we see.
 """
 
 from __future__ import annotations

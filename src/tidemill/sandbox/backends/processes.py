@@ -1,5 +1,5 @@
-"""Processes that are not our children: found by what their command line says, ended through descriptors that cannot name another.
-"""
+"""Processes that are not our children: found by what their command line says, ended through descriptors that
+cannot name another."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def find_processes(matches: Callable[[list[str]], bool]) -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit() and matches(command_line(int(name)))]
 
 
-async def end_processes(pids: Iterable[int], matches: Callable[[list[str]], bool], *, timeout_s: float) -> None:
+async def end_processes(
+    pids: Iterable[int], matches: Callable[[list[str]], bool], *, timeout_s: float
+) -> None:
     """SIGKILL those that still match and wait until they have ended. Raises SandboxError if one does not."""
     loop = asyncio.get_running_loop()
     fds: list[int] = []

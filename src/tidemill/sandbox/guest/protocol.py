@@ -1,7 +1,7 @@
 """Frames and messages between the host and the guest agent: the Python side of wire.h and agent.h.
 
-Pure functions and tables; no descriptors, no event loop. A frame is a 36-byte header and at most 64 KiB; a message is a row of
-tagged fields in one or more frames of the same type and stream.
+Pure functions and tables; no descriptors, no event loop. A frame is a 36-byte header and at most 64 KiB; a
+message is a row of tagged fields in one or more frames of the same type and stream.
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ class Frame:
     payload: bytes
 
 
-def encode_frame(kind: int, stream: int, payload: bytes | memoryview, *, seq: int, ack: int, flags: int = 0) -> bytes:
+def encode_frame(
+    kind: int, stream: int, payload: bytes | memoryview, *, seq: int, ack: int, flags: int = 0
+) -> bytes:
     """Header and payload (at most MAX_PAYLOAD bytes)."""
     head = HEADER.pack(MAGIC, kind, flags, 0, stream, len(payload), seq, ack, 0)
     crc = zlib.crc32(payload, zlib.crc32(head))
@@ -127,7 +129,8 @@ def encode_frame(kind: int, stream: int, payload: bytes | memoryview, *, seq: in
 
 
 class Decoder:
-    """Whole frames out of a byte stream; what is no frame is skipped up to the next one whose checksum holds."""
+    """Whole frames out of a byte stream; what is no frame is skipped up to the next one whose checksum holds.
+    """
 
     def __init__(self) -> None:
         self._buffer = bytearray()

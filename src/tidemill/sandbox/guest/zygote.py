@@ -1,11 +1,13 @@
 """Parent of every Python session in a sandbox: an interpreter with common modules already imported, forked per session.
 
-Runs inside the guest under the guest's own Python (3.9 or newer) and imports nothing of tidemill. It holds no rights but to
-change its children's user; each child gives up even that before it sees any code. Its only contact is a socket to the agent:
+Runs inside the guest under the guest's own Python (3.9 or newer) and imports nothing of tidemill. It holds no
+rights but to change its children's user; each child gives up even that before it sees any code. Its only contact
+is a socket to the agent:
 
-    agent -> zygote   u32 session, u32 0, u64 processes, u64 address space, u64 open files (0: as it is) + 4 descriptors
-                      (code in, stdout, stderr, status out)
-    zygote -> agent   u32 type (0 ready, 1 session runs, 2 process ended), u32 session, i32 pid (0: failed), i32 wait status
+    agent -> zygote   u32 session, u32 0, u64 processes, u64 address space, u64 open files (0: as it is)
+                      + 4 descriptors (code in, stdout, stderr, status out)
+    zygote -> agent   u32 type (0 ready, 1 session runs, 2 process ended), u32 session, i32 pid (0: failed),
+                      i32 wait status
     code              u32 length, u8 reseed, UTF-8 source;   status: i32
 """
 
@@ -116,7 +118,7 @@ class Session:
                 sys.displayhook(eval(compile(last, name, "eval"), names))
         except SystemExit:
             raise
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  (whatever a cell raises is its result)
             kind, trace = type(error), error.__traceback__
             # The first frame is ours.
             show("".join(traceback.format_exception(kind, error, trace.tb_next if trace is not None else None)))
@@ -185,7 +187,7 @@ def exit_code(error):
         return 0
     if isinstance(error.code, int):
         return error.code & 255
-    print(error.code, file=sys.stderr)
+    show(f"{error.code}\n")
     return 1
 
 
@@ -209,7 +211,8 @@ def child(control, request, fds, plain):
             except OSError:
                 continue
     _, _, nproc, address_space, nofile = request
-    for what, value in ((resource.RLIMIT_NPROC, nproc), (resource.RLIMIT_AS, address_space), (resource.RLIMIT_NOFILE, nofile)):
+    limits = ((resource.RLIMIT_NPROC, nproc), (resource.RLIMIT_AS, address_space), (resource.RLIMIT_NOFILE, nofile))
+    for what, value in limits:
         if value:
             resource.setrlimit(what, (value, value))
     if not plain:
@@ -263,8 +266,9 @@ def main():
         # Some kernels leave this set although the user changed: /proc would then open our descriptors to others.
         libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     # Line by line, so that a cell ended by its deadline has shown what it printed.
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    stream = {"buffering": 1, "encoding": "utf-8", "errors": "backslashreplace", "closefd": False}
+    sys.stdout = open(1, "w", **stream)  # noqa: SIM115
+    sys.stderr = open(2, "w", **stream)  # noqa: SIM115
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)

@@ -1,6 +1,7 @@
 """Folders of saved guests that appear whole or not at all, under the digest of everything they depend on.
 
-Knows neither runtimes nor templates: a key is any JSON-able value, and whoever saves fills the folder it is given.
+Knows neither runtimes nor templates: a key is any JSON-able value, and whoever saves fills the folder it is
+given.
 """
 
 from __future__ import annotations
@@ -48,10 +49,7 @@ class ImageStore:
         scratch = Path(tempfile.mkdtemp(dir=self.folder, prefix=".build-"))
         try:
             yield scratch
-            write_json(scratch / _MARK, {"name": name, "key": key})
-            target = self.path(name, key)
-            scratch.rename(target)
-            sync_dir(self.folder)
+            self._publish(scratch, name, key)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
@@ -76,11 +74,16 @@ class ImageStore:
                 return
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise DeadlineError(f"another process has been saving a template in {self.folder} for "
-                                        f"{_LOCK_S:g} s.") from None
+                    raise DeadlineError(
+                        f"another process has been saving a template in {self.folder} for {_LOCK_S:g} s."
+                    ) from None
             await asyncio.sleep(0.05)
+
+    def _publish(self, scratch: Path, name: str, key: Any) -> None:
+        write_json(scratch / _MARK, {"name": name, "key": key})
+        scratch.rename(self.path(name, key))
+        sync_dir(self.folder)
 
     def remove(self, name: str, key: Any) -> None:
         """Delete an image that turned out not to be usable."""
         shutil.rmtree(self.path(name, key), ignore_errors=True)
-
