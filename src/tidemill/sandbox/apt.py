@@ -85,7 +85,10 @@ def _stanzas(text: str) -> Iterator[Source]:
         signed_by = fields.get("signed-by", "")
         for uri in fields.get("uris", "").split():
             yield Source(
-                uri, tuple(fields.get("suites", "").split()), signed_by if signed_by.startswith("/") else ""
+                uri,
+                tuple(fields.get("suites", "").split()),
+                signed_by if signed_by.startswith("/") else "",
+                tuple(fields.get("components", "").split()),
             )
 
 
@@ -97,12 +100,13 @@ def debian_mirror(sources: Sequence[Source]) -> Source:
     return Source(PUBLIC_MIRROR, ())
 
 
-def security_mirror(sources: Sequence[Source], codename: str) -> Source:
-    """Where security updates of `codename` come from: the machine's entry, or Debian's public one."""
+def security_mirror(sources: Sequence[Source], codename: str) -> Source | None:
+    """Where security updates of `codename` come from: the machine's entry; Debian's public mirror if the machine has
+    no Debian entry at all; None if it has a mirror and chose not to have these."""
     for source in sources:
         if _is_debian(source) and f"{codename}-security" in source.suites:
             return source
-    return Source(PUBLIC_SECURITY_MIRROR, ())
+    return Source(PUBLIC_SECURITY_MIRROR, ()) if debian_mirror(sources).uri == PUBLIC_MIRROR else None
 
 
 def _is_debian(source: Source) -> bool:

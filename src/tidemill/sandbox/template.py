@@ -59,7 +59,7 @@ def ensure_template(
     """`find_template`, building it first if needed (about a minute, needs root and the package mirror).
 
     `progress` gets one line per step. Waits for another process that is building it. On any failure
-    nothing is left. Raises NotFoundError, SetupError with the remedy. """
+    nothing is left. Raises NotFoundError, SetupError with the remedy."""
     template = _planned(cache_dir, name)
     home = template.rootfs.parent
     if not (home / "template.json").is_file():
@@ -104,6 +104,11 @@ def _build(template: Template, progress: Callable[[str], None], search_path: str
         os.sync()
         scratch.rename(home)
         sync_dir(home.parent)
+    except OSError as e:
+        raise SetupError(
+            f"template {template.name!r} could not be built: {e}",
+            remedy="See whether the disk has room, then try again.",
+        ) from e
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     size = sum(p.lstat().st_blocks * 512 for p in template.rootfs.rglob("*"))

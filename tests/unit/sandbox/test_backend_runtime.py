@@ -61,7 +61,8 @@ def test_sources_of_both_formats(tmp_path: Path) -> None:
         "Types: deb\nURIs: http://two/debian http://three/debian\nSuites: trixie\n trixie-updates\nComponents: main\n"
         "Signed-By: /usr/share/keyrings/two.gpg\n\n"
         "Enabled: no\nTypes: deb\nURIs: http://off/debian\nSuites: bookworm\n\n"
-        "Types: deb\nURIs: http://sec/debian-security\nSuites: bookworm-security\nSigned-By:\n -----BEGIN PGP\n"
+        "Types: deb\nURIs: http://sec/debian-security\nSuites: bookworm-security\n"
+        "Components: main\nSigned-By:\n -----BEGIN PGP\n"
     )
     (parts / "c.list.disabled").write_text("deb http://off/debian bookworm main\n")
     sources = apt.read_sources(tmp_path)
@@ -78,6 +79,20 @@ def test_sources_of_both_formats(tmp_path: Path) -> None:
     assert security.uri == "http://sec/debian-security"
 
 
-def test_a_machine_without_a_debian_mirror_is_told_so() -> None:
-    with pytest.raises(SetupError, match="no Debian mirror"):
-        apt.debian_mirror([apt.Source("http://archive/ubuntu", ("noble",))])
+def test_a_machine_without_a_debian_mirror_uses_the_public_one() -> None:
+    sources = [
+        apt.Source("http://archive/ubuntu", ("noble",)),
+        apt.Source("https://vendor/deb", ("stable",)),
+        apt.Source("https://vendor/linux/debian", ("bookworm",), "", ("stable",)),
+    ]
+    assert apt.debian_mirror(sources).uri == apt.PUBLIC_MIRROR
+    security = apt.security_mirror(sources, "bookworm")
+    assert security is not None
+    assert security.uri == apt.PUBLIC_SECURITY_MIRROR
+    # Who has a mirror and no security entry gets none from elsewhere.
+    assert apt.security_mirror([apt.Source("http://mine/debian", ("bookworm",))], "bookworm") is None
+
+
+def test_a_missing_key_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="debian-archive-keyring"):
+        apt.keyring_of(apt.Source("http://one/debian", ("bookworm",), str(tmp_path / "none.gpg")))
