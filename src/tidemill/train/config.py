@@ -96,19 +96,17 @@ class WarmupSection:
     check_every: int = 10
     check_n: int = 128
     """Dev demonstrations looked at in each check."""
-    slow_at: float = 0.03
-    """From this accuracy on the rate is multiplied by slow_factor and every step is checked: copying appears within a
-    few steps, and without slowing down the stop would be missed by far."""
-    slow_factor: float = 0.25
     stop_at: float = 0.25
-    """Stop as soon as this share of dev demonstrations is what greedy decoding would write, token for token."""
+    """Stop as soon as this share of dev demonstrations is what greedy decoding would write, token for token, and ..."""
+    drill_at: float = 0.0
+    """... a drill is sampled correctly with this mean probability (temperature 1; 0: not asked for)."""
     band: tuple[float, float] = (0.10, 0.45)
     """Greedy dev accuracy on the packed base must lie here, else the run stops and says so."""
 
     def __post_init__(self) -> None:
         _positive(self, "max_steps", "episodes", "lr", "check_every", "check_n")
         require(self.drills >= 0, field="drills", value=self.drills, expected="an integer >= 0")
-        _share(self, "stop_at", "slow_at", "slow_factor")
+        _share(self, "stop_at", "drill_at")
         low, high = self.band
         require(0 <= low < high <= 1, field="band", value=self.band, expected="two shares, the lower first")
         require(low <= self.stop_at <= high, field="stop_at", value=self.stop_at, expected=f"inside band {self.band}")

@@ -142,7 +142,8 @@ def _base(config: RunConfig, run: RunDir, plan: Plan, metrics: Metrics) -> BaseS
         metrics.event("warmup", step=step, loss=round(loss, 6), accuracy=accuracy)
         metrics.progress("warm-up", step, config.warmup.max_steps)
 
-    report = warm_up(model, config.warmup, episodes=episodes, drills=drills, dev=dev, progress=tell)
+    report = warm_up(model, config.warmup, episodes=episodes, drills=drills, dev=dev, progress=tell,
+                     dev_drills=drills(0, config.warmup.check_n))
     metrics.event("warmup_end", seconds=round(time.monotonic() - started, 3), **asdict(report))
     plan.tokenizer.save(run.base)
     manifest = write_base(run.base, model)

@@ -37,13 +37,16 @@ class WarmupReport:
     steps: int
     loss: float
     accuracy: float
+    drills: float
+    """Mean probability of sampling a drill correctly."""
     stopped_early: bool
     tokens: int
 
 
 def warm_up(model: K3ForCausalLM, settings: WarmupSection, *, episodes: Source, drills: Source | None,
-            dev: Sequence[TokenLog], progress: Callable[[int, float, float], None]) -> WarmupReport:
-    """Train `model` in place until dev accuracy reaches settings.stop_at or max_steps are done.
+            dev: Sequence[TokenLog], progress: Callable[[int, float, float], None],
+            dev_drills: Sequence[TokenLog] = ()) -> WarmupReport:
+    """Train `model` in place until it is as good as `settings` ask, or max_steps are done.
 
     progress(step, loss, last accuracy) is called after each step. Raises TrainError on a non-finite loss.
     """
@@ -53,10 +56,10 @@ def warm_up(model: K3ForCausalLM, settings: WarmupSection, *, episodes: Source, 
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.98),
                                   weight_decay=settings.weight_decay, foreach=True)
     balance = RouterBalance(model)
-    accuracy, loss, tokens, slow = 0.0, math.nan, 0, False
+    accuracy, skill, loss, tokens = 0.0, 0.0, math.nan, 0
     for step in range(1, settings.max_steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = settings.lr * min(1.0, step / RAMP_STEPS) * (settings.slow_factor if slow else 1.0)
+            group["lr"] = settings.lr * min(1.0, step / RAMP_STEPS)
         logs = list(episodes(step, settings.episodes))
         if drills is not None and settings.drills:
             logs += drills(step, settings.drills)
@@ -64,13 +67,15 @@ def warm_up(model: K3ForCausalLM, settings: WarmupSection, *, episodes: Source, 
         tokens += sum(len(log) for log in logs)
         if not math.isfinite(loss):
             raise TrainError(f"warm-up step {step}: the loss is not finite", remedy="Lower warmup.lr.")
-        if slow or step % settings.check_every == 0:
+        if step % settings.check_every == 0:
             accuracy = demonstrated_accuracy(model, dev)
-            slow = slow or accuracy >= settings.slow_at
+            skill = sampled_share(model, dev_drills)
         progress(step, loss, accuracy)
-        if accuracy >= settings.stop_at:
-            return WarmupReport(steps=step, loss=loss, accuracy=accuracy, stopped_early=True, tokens=tokens)
-    return WarmupReport(steps=settings.max_steps, loss=loss, accuracy=accuracy, stopped_early=False, tokens=tokens)
+        if accuracy >= settings.stop_at and skill >= settings.drill_at:
+            return WarmupReport(steps=step, loss=loss, accuracy=accuracy, drills=skill, stopped_early=True,
+                                tokens=tokens)
+    return WarmupReport(steps=settings.max_steps, loss=loss, accuracy=accuracy, drills=skill, stopped_early=False,
+                        tokens=tokens)
 
 
 def _step(model: K3ForCausalLM, optimizer: torch.optim.Optimizer, balance: RouterBalance,
@@ -101,3 +106,16 @@ def demonstrated_accuracy(model: K3ForCausalLM, logs: Sequence[TokenLog]) -> flo
         spread, mask = batch.spread(hits)
         right += int((spread.sum(-1) == mask.sum(-1)).sum())
     return right / max(1, len(logs))
+
+
+@torch.no_grad()
+def sampled_share(model: K3ForCausalLM, logs: Sequence[TokenLog]) -> float:
+    """Mean over logs of the probability that sampling at temperature 1 writes all their chosen tokens; 1 for no logs."""
+    if not logs:
+        return 1.0
+    total = 0.0
+    for batch in micro_batches([Sample.from_log(log, 0.0) for log in logs], max_tokens=MICRO_BATCH_TOKENS):
+        logp = model(batch.ids, select=batch.select).float().log_softmax(-1)
+        spread, _ = batch.spread(logp.gather(-1, batch.targets.unsqueeze(-1)).squeeze(-1))
+        total += float(spread.sum(-1).exp().sum())
+    return total / len(logs)
