@@ -1,7 +1,8 @@
 """Our own small configurations, and K3's. `toy` is what the RL demonstration trains, `tiny` is for tests.
 
-All of ours use eps 1e-5 everywhere and fp32 (most CPUs have no fast bf16). `toy` keeps K3's initialiser of 0.02: on a
-copying task at this size it learnt about four times faster than 0.08 and 0.125, which suit its width by the usual rule.
+All of ours use eps 1e-5 everywhere and fp32 (most CPUs have no fast bf16). `toy` keeps K3's initialiser of 0.02.
+On a copying task (one seed, one learning rate) the loss was 0.04 after 100 steps with 0.02, as with 0.01; 0.04 stood at
+0.97 then, 0.08 at 2.06 and 0.125 at 2.15. A hint, not a study.
 `tiny` starts at 0.08, so that untrained logits are far from uniform and tests see every mechanism.
 """
 
