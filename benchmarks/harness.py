@@ -1,8 +1,8 @@
 """Measuring and recording: machine description, interleaved pairs, bootstrap intervals, verdicts against targets.
 
 A result file is {"name", "commit", "machine", "when", "load", "peers", "metrics": [...]}; a metric has an id from
-targets.yaml, a value {point, lo95, hi95, n}, and what it was made of. A required id without a metric counts as missed; "met"
-needs the whole interval on the right side of the value, otherwise it is "unclear" or "missed".
+targets.yaml, a value {point, lo95, hi95, n}, and what it was made of. A required id without a metric counts as missed;
+"met" needs the whole interval on the right side of the value, otherwise it is "unclear" or "missed".
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def bootstrap(samples: Sequence[float], statistic: Callable[[Sequence[float]], f
     return Value(statistic(samples), draws[int(0.025 * rounds)], draws[int(0.975 * rounds) - 1], n)
 
 
-def interleaved(ours: Callable[[], float], peer: Callable[[], float], *, pairs: int = MIN_PAIRS) -> tuple[Value, dict, dict]:
+def interleaved(ours: Callable[[], float], peer: Callable[[], float], *,
+                pairs: int = MIN_PAIRS) -> tuple[Value, dict, dict]:
     """Seconds of ours and peer in turn, ours/peer swapping places each pair; value = peer/ours (higher is better)."""
     if pairs < MIN_PAIRS:
         raise ValueError(f"pairs = {pairs}: at least {MIN_PAIRS} are needed")
@@ -98,7 +99,8 @@ def machine() -> dict[str, Any]:
 def commit() -> str:
     """Short commit, with `+dirty` if the working tree differs."""
     def git(*args: str) -> str:
-        return subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, check=True).stdout.strip()
+        done = subprocess.run(["git", "-C", str(ROOT), *args], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
     return git("rev-parse", "--short", "HEAD") + ("+dirty" if git("status", "--porcelain", "-uno") else "")
 
 
@@ -123,16 +125,17 @@ def targets(suite: str) -> dict[str, dict[str, Any]]:
 def write_result(suite: str, metrics: Sequence[Metric], *, peers: dict[str, str], started: float) -> Path:
     """Write benchmarks/results/SUITE.json and print one line per required id."""
     wanted = targets(suite)
-    rows = []
-    for m in metrics:
-        rows.append({"id": m.id, "unit": m.unit, "shape": m.shape, "value": vars(m.value), "ours": m.ours, "peer": m.peer,
-                     "limit": m.limit, "verdict": verdict(m, wanted[m.id]) if m.id in wanted else "no target"})
+    rows: list[dict[str, Any]] = [
+        {"id": m.id, "unit": m.unit, "shape": m.shape, "value": vars(m.value), "ours": m.ours, "peer": m.peer,
+         "limit": m.limit, "verdict": verdict(m, wanted[m.id]) if m.id in wanted else "no target"} for m in metrics
+    ]
     have = {m.id for m in metrics}
     rows += [{"id": i, "verdict": "missed", "why": "not measured"} for i in wanted if i not in have]
     path = ROOT / f"benchmarks/results/{suite}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({
-        "name": suite, "commit": commit(), "machine": machine(), "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "name": suite, "commit": commit(), "machine": machine(),
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "wall_s": round(time.time() - started, 1), "load": os.getloadavg(), "peers": peers, "metrics": rows,
     }, indent=1) + "\n")
     for row in rows:

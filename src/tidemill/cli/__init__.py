@@ -1,1 +1,1 @@
-"""The command line: parse, build a configuration, call a room, print. Results go to stdout, everything else to stderr."""
+"""The command line: parse, build a configuration, call a room, print. Results go to stdout, the rest to stderr."""

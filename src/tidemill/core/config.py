@@ -99,6 +99,8 @@ class Environment:
     """TIDEMILL_CACHE: downloaded runtime packages and built templates. Default: ~/.cache/tidemill."""
     kernels: str
     """TIDEMILL_KERNELS: kernel path to force (`ref`); empty chooses the best available."""
+    debian_mirror: str
+    """TIDEMILL_DEBIAN_MIRROR: where Debian packages come from on a machine whose sources name no Debian mirror."""
     e2b_api_url: str
     """E2B_API_URL: use this sandbox service instead of the local daemon; empty means local."""
 
@@ -116,7 +118,8 @@ def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
         if not Path(value).is_absolute():
             raise ConfigError(f"{name} = {value!r}: expected an absolute path", field=name)
     return Environment(
-        state_dir=Path(state), cache_dir=Path(cache), kernels=kernels, e2b_api_url=env.get("E2B_API_URL", "")
+        state_dir=Path(state), cache_dir=Path(cache), kernels=kernels,
+        debian_mirror=env.get("TIDEMILL_DEBIAN_MIRROR", ""), e2b_api_url=env.get("E2B_API_URL", ""),
     )
 
 

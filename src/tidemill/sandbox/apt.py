@@ -1,8 +1,8 @@
 """Reads the system's apt sources and runs apt-get on private lists and caches, so that neither is ever
 changed.
 
-Knows the two formats of source entries and nothing about what is fetched. The mirror is the one the machine
-is configured with; only a machine without any Debian entry (Ubuntu) gets Debian's own public one.
+Knows the two formats of source entries and nothing about what is fetched. The mirror is the one the machine is
+configured with; a machine without any Debian entry (Ubuntu) names one in TIDEMILL_DEBIAN_MIRROR.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tidemill.core.config import read_environment
 from tidemill.core.errors import SetupError
 
 DEBIAN_SUITES = ("bookworm", "trixie", "forky", "sid", "stable", "testing", "unstable", "oldstable")
 """An entry with one of them, the component `main` and `debian` in its address tells where Debian packages come
 from here; other vendors use the same suite names."""
-PUBLIC_MIRROR = "http://deb.debian.org/debian"
-PUBLIC_SECURITY_MIRROR = "http://deb.debian.org/debian-security"
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 APT_DIR = Path("/etc/apt")
 
@@ -93,20 +92,24 @@ def _stanzas(text: str) -> Iterator[Source]:
 
 
 def debian_mirror(sources: Sequence[Source]) -> Source:
-    """The machine's Debian mirror, or Debian's public one if its sources name none (Ubuntu, for instance)."""
+    """The machine's Debian mirror: TIDEMILL_DEBIAN_MIRROR if set, else what its sources name. Raises SetupError if
+    there is neither (Ubuntu, for instance)."""
+    chosen = read_environment().debian_mirror
+    if chosen:
+        return Source(chosen, ())
     for source in sources:
         if _is_debian(source) and any(suite in DEBIAN_SUITES for suite in source.suites):
             return source
-    return Source(PUBLIC_MIRROR, ())
+    raise SetupError("this machine's package sources name no Debian mirror.",
+                     remedy="Set TIDEMILL_DEBIAN_MIRROR to the address of one, ending in /debian.")
 
 
 def security_mirror(sources: Sequence[Source], codename: str) -> Source | None:
-    """Where security updates of `codename` come from: the machine's entry; Debian's public mirror if the machine has
-    no Debian entry at all; None if it has a mirror and chose not to have these."""
+    """Where security updates of `codename` come from: the machine's entry, or None if it has none."""
     for source in sources:
         if _is_debian(source) and f"{codename}-security" in source.suites:
             return source
-    return Source(PUBLIC_SECURITY_MIRROR, ()) if debian_mirror(sources).uri == PUBLIC_MIRROR else None
+    return None
 
 
 def _is_debian(source: Source) -> bool:

@@ -83,8 +83,8 @@ def reopen(path: Path) -> tuple[RunDir, RunConfig]:
 
 async def execute(config: RunConfig, run: RunDir, *, listeners: Sequence[Listener] = (), control: str = "",
                   sandboxes: Sandboxes = local_sandboxes) -> Result:
-    """Run (or go on with) `run` to its end. Ctrl-C ends it after the current step; a second one at once. Nothing is left
-    running either way. Raises TidemillError if it cannot go on."""
+    """Run (or go on with) `run` to its end. Ctrl-C ends it after the current step; a second one at once. Nothing is
+    left running either way. Raises TidemillError if it cannot go on."""
     started = time.monotonic()
     torch.set_num_threads(config.threads)
     plan = Plan.of(config)

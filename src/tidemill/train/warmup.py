@@ -110,7 +110,7 @@ def demonstrated_accuracy(model: K3ForCausalLM, logs: Sequence[TokenLog]) -> flo
 
 @torch.no_grad()
 def sampled_share(model: K3ForCausalLM, logs: Sequence[TokenLog]) -> float:
-    """Mean over logs of the probability that sampling at temperature 1 writes all their chosen tokens; 1 for no logs."""
+    """Mean over logs of the probability that sampling at temperature 1 writes all chosen tokens; 1 for no logs."""
     if not logs:
         return 1.0
     total = 0.0

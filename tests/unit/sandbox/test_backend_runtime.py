@@ -79,18 +79,18 @@ def test_sources_of_both_formats(tmp_path: Path) -> None:
     assert security.uri == "http://sec/debian-security"
 
 
-def test_a_machine_without_a_debian_mirror_uses_the_public_one() -> None:
+def test_a_machine_without_a_debian_mirror_must_name_one(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = [
         apt.Source("http://archive/ubuntu", ("noble",)),
         apt.Source("https://vendor/deb", ("stable",)),
         apt.Source("https://vendor/linux/debian", ("bookworm",), "", ("stable",)),
     ]
-    assert apt.debian_mirror(sources).uri == apt.PUBLIC_MIRROR
-    security = apt.security_mirror(sources, "bookworm")
-    assert security is not None
-    assert security.uri == apt.PUBLIC_SECURITY_MIRROR
-    # Who has a mirror and no security entry gets none from elsewhere.
-    assert apt.security_mirror([apt.Source("http://mine/debian", ("bookworm",))], "bookworm") is None
+    monkeypatch.delenv("TIDEMILL_DEBIAN_MIRROR", raising=False)
+    with pytest.raises(SetupError, match="TIDEMILL_DEBIAN_MIRROR"):
+        apt.debian_mirror(sources)
+    monkeypatch.setenv("TIDEMILL_DEBIAN_MIRROR", "http://mine/debian")
+    assert apt.debian_mirror(sources).uri == "http://mine/debian"
+    assert apt.security_mirror(sources, "bookworm") is None
 
 
 def test_a_missing_key_file_is_named(tmp_path: Path) -> None:

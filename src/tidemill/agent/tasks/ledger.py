@@ -8,8 +8,8 @@
 The values are drawn for each episode and set in the sandbox's live interpreter; the prompt does not hold them, so only
 a call can find the answer. The policy has to learn that it must call, to copy the expression, and to copy the result.
 
-The warm-up has a half-hearted teacher: for sums without a minus it mostly calls the tool, for all others it mostly gives
-up and answers `?`. That calling pays everywhere is left to reinforcement.
+The warm-up has a half-hearted teacher: for sums without a minus it mostly calls the tool, for all others it mostly
+gives up and answers `?`. That calling pays everywhere is left to reinforcement.
 """
 
 from __future__ import annotations
