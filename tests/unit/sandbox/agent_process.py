@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -54,8 +56,13 @@ class AgentProcess:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        # Outside a sandbox nothing ends the commands of a killed agent but we.
+        started = descendants(self.process.pid)
         self.process.kill()
         self.process.wait()
+        for pid in started:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         assert self.process.stderr is not None
         self.process.stderr.close()
         for path in sorted(self.folder.iterdir()):
@@ -196,6 +203,20 @@ def with_guest(body: Callable[[AgentGuest], Awaitable[None]], *, zygote: bool = 
                 await guest.detach()
 
     asyncio.run(main())
+
+
+def descendants(pid: int) -> list[int]:
+    """Children of a process, theirs, and so on."""
+    parents: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            parents.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
+    found, todo = [], [pid]
+    while todo:
+        children = parents.get(todo.pop(), [])
+        found += children
+        todo += children
+    return found
 
 
 def process_lives(pid: int) -> bool:
