@@ -17,10 +17,10 @@ from torch import Tensor
 
 from tidemill.core.engine_api import EngineClient
 from tidemill.core.errors import IntegrityError, ManifestError, TrainError
-from tidemill.core.files import write_json
 from tidemill.core.manifest import AdapterManifest
 from tidemill.model.lora import LoraConfig, build_manifest
-from tidemill.model.tensor_bytes import tensor_bytes, write_tensors
+from tidemill.model.peft_files import MANIFEST, write_adapter
+from tidemill.model.tensor_bytes import tensor_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class AdapterSync:
     def resume_from(self, version: int) -> None:
         """Go on after `version`, which an earlier attempt wrote: the next push is version + 1 and chains to it. Raises
         ManifestError if its manifest is damaged."""
-        path = self._folder / f"v{version:04d}" / "manifest.json"
+        path = self._folder / f"v{version:04d}" / MANIFEST
         try:
             self.manifest = AdapterManifest.from_json(json.loads(path.read_text()))
         except (OSError, ValueError) as e:
@@ -113,7 +113,7 @@ class AdapterSync:
             except IntegrityError as e:
                 raise SyncRefusedError(
                     f"adapter v{manifest.version} was refused twice, version {self.version} stays served: {e}",
-                    remedy="Compare the adapter's folder with its manifest.json, then resume the run.",
+                    remedy="Compare the adapter's folder with its manifest, then resume the run.",
                 ) from e
         if digest != manifest.manifest_sha256:
             raise TrainError(f"adapter v{manifest.version}: the engine serves {digest}, exported was "
@@ -145,15 +145,8 @@ class AdapterSync:
         return sum(before.get(t.name) != t.sha256 for t in manifest.tensors)
 
     def _write(self, tensors: Mapping[str, Tensor], manifest: AdapterManifest) -> None:
-        """PEFT's two files and the manifest, which comes last: a folder without one is not a version."""
+        """The adapter's files; the manifest comes last: a folder without one is not a version."""
         folder = self._folder / f"v{manifest.version:04d}"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "manifest.json").unlink(missing_ok=True)
-        write_tensors(folder / "adapter_model.safetensors", tensors.items())
-        write_json(folder / "adapter_config.json", {
-            "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": self._lora.rank, "lora_alpha": self._lora.alpha,
-            "lora_dropout": 0.0, "bias": "none", "target_groups": list(self._lora.targets), "dtype": self._lora.dtype,
-            "target_modules": sorted({n.rsplit(".", 2)[0].rpartition(".")[2] for n in tensors}),
-            "base_digest": self._base_digest,
-        })
-        write_json(folder / "manifest.json", manifest.to_json())
+        (folder / MANIFEST).unlink(missing_ok=True)
+        write_adapter(folder, self._lora, tensors, manifest)

@@ -39,7 +39,7 @@ def test_a_run_leaves_everything_it_promises_and_nothing_else(whole: Result) -> 
     assert [row["step"] for row in tests] == [0, 6]
     chain = ""
     for version in range(1, 8):
-        manifest = json.loads((run.adapters / f"v{version:04d}" / "manifest.json").read_text())
+        manifest = json.loads((run.adapters / f"v{version:04d}" / "adapter-manifest.json").read_text())
         assert manifest["previous"] == chain
         chain = manifest["manifest_sha256"]
     assert chain == summary["head_digest"]

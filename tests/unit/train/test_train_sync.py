@@ -16,6 +16,7 @@ from tidemill.model import presets
 from tidemill.model.base import BaseStore, write_base
 from tidemill.model.causal_lm import K3ForCausalLM
 from tidemill.model.lora import LoraConfig
+from tidemill.model.peft_files import read_adapter
 from tidemill.train.canary import Canary
 from tidemill.train.config import CanarySection, RlSection
 from tidemill.train.controls import BitFlip, FrozenEngine, ZeroScale
@@ -67,6 +68,9 @@ def test_versions_chain_and_unchanged_exports_are_errors(store: BaseStore, tmp_p
             assert 0 < second.changed < second.tensors
             info = await engine.info()
             assert (info.version, info.adapter_digest) == (2, second.manifest_sha256)
+            lora, tensors, manifest = read_adapter(tmp_path / "v0002")
+            assert (lora, manifest) == (LORA, sync.manifest)
+            assert all(torch.equal(x, trainer.adapter()[n]) for n, x in tensors.items())
             again = sync_for(engine, store, tmp_path)
             again.resume_from(2)
             step(trainer)
