@@ -12,17 +12,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from real_backends import unavailable
 
 from tidemill.core.config import read_environment
-from tidemill.core.errors import SetupError
 from tidemill.core.launcher import start_time
-from tidemill.sandbox.backends.registry import make_backend
 from tidemill.sandbox.client import LocalSandboxClient
 from tidemill.sandbox.starting import ensure_daemon
 from tidemill.sandbox.store.lock import lock_holder
@@ -40,23 +38,6 @@ def load_soak() -> ModuleType:
 
 
 soak: Any = load_soak()
-
-
-@cache
-def unavailable(backend: str) -> str:
-    """Why this machine cannot run the backend, or empty."""
-
-    async def start(folder: Path) -> None:
-        made = make_backend(backend, state_dir=folder, cache_dir=read_environment().cache_dir)
-        await made.start()
-        await made.close()
-
-    with tempfile.TemporaryDirectory(prefix="tm-", dir="/tmp") as folder:
-        try:
-            asyncio.run(start(Path(folder)))
-        except SetupError as e:
-            return str(e)
-    return ""
 
 
 @pytest.fixture(params=[pytest.param("gvisor", marks=pytest.mark.gvisor), "unsafe"])

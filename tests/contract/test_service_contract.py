@@ -7,10 +7,10 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from functools import cache
 from pathlib import Path
 
 import pytest
+from real_backends import unavailable
 
 from tidemill.core.config import read_environment
 from tidemill.core.errors import (
@@ -19,7 +19,6 @@ from tidemill.core.errors import (
     MissingCapabilityError,
     NotFoundError,
     SandboxDiedError,
-    SetupError,
     TidemillError,
 )
 from tidemill.core.sandbox_api import SandboxState
@@ -38,23 +37,6 @@ def state_dir() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="tm-", dir="/tmp"))
     yield folder
     shutil.rmtree(folder)
-
-
-@cache
-def unavailable(backend: str) -> str:
-    """Why this machine cannot run the backend, or empty."""
-
-    async def start(folder: Path) -> None:
-        made = make_backend(backend, state_dir=folder, cache_dir=read_environment().cache_dir)
-        await made.start()
-        await made.close()
-
-    with tempfile.TemporaryDirectory(prefix="tm-", dir="/tmp") as folder:
-        try:
-            asyncio.run(start(Path(folder)))
-        except SetupError as e:
-            return str(e)
-    return ""
 
 
 @pytest.fixture(params=[

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tidemill.core.errors import InputError
-from tidemill.engine.random_model import RANDOM_PRESETS, write_random_model
+from tidemill.engine.random_model import write_random_model
+from tidemill.model.presets import BY_VOCABULARY
 
 
 @contextmanager
@@ -19,8 +20,8 @@ def model_folder(model: str, *, random_init: bool) -> Iterator[Path]:
         folder = Path(model)
         if not (folder / "config.json").is_file():
             hint = f"{model!r} is a preset without trained weights: add --random-init to try it with random ones." \
-                if model in RANDOM_PRESETS else "Give the folder of a model (config.json, model.safetensors, " \
-                f"tokenizer.json), or a preset ({', '.join(RANDOM_PRESETS)}) with --random-init."
+                if model in BY_VOCABULARY else "Give the folder of a model (config.json, model.safetensors, " \
+                f"tokenizer.json), or a preset ({', '.join(BY_VOCABULARY)}) with --random-init."
             raise InputError(f"{model!r} is no model folder: it has no config.json.", field="model", remedy=hint)
         yield folder
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 from tidemill.core.manifest import AdapterManifest
 
@@ -199,5 +199,3 @@ class EngineClient(Protocol):
         """Stop the engine; idempotent."""
         ...
 
-
-Json = dict[str, Any]

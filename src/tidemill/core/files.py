@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write beside `path`, fsync, rename over it, fsync the folder. On any error the old file stays whole."""
+@contextmanager
+def replacing(path: Path) -> Generator[BinaryIO]:
+    """A file to write beside `path`; at the end of the block it is fsynced and renamed over `path`, and the folder is
+    fsynced. On any error the old file stays whole and no part remains."""
     tmp = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with tmp.open("wb") as f:
-            f.write(data)
+            yield f
             f.flush()
             os.fsync(f.fileno())
         tmp.replace(path)
@@ -22,6 +25,12 @@ def write_atomic(path: Path, data: bytes) -> None:
         tmp.unlink(missing_ok=True)
         raise
     sync_dir(path.parent)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a whole file by `replacing`."""
+    with replacing(path) as f:
+        f.write(data)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tidemill.core.errors import InputError
-from tidemill.model import presets
 from tidemill.model.base import write_base
 from tidemill.model.causal_lm import K3ForCausalLM
 from tidemill.model.chat import build_tokenizer
-from tidemill.model.config import K3Config
-
-RANDOM_PRESETS: Mapping[str, Callable[[int], K3Config]] = {"toy": presets.toy, "tiny": presets.tiny}
-"""Presets small enough to be made up, by name; each takes the vocabulary size."""
+from tidemill.model.presets import BY_VOCABULARY
 
 
 def write_random_model(preset: str, folder: Path, *, seed: int = 0) -> None:
     """Write weights and tokenizer of a preset into `folder`. Raises InputError if there is no such preset."""
-    if preset not in RANDOM_PRESETS:
-        raise InputError(f"no preset {preset!r}: expected {', '.join(RANDOM_PRESETS)}", field="model")
+    if preset not in BY_VOCABULARY:
+        raise InputError(f"no preset {preset!r}: expected {', '.join(BY_VOCABULARY)}", field="model")
     tokenizer = build_tokenizer()
-    write_base(folder, K3ForCausalLM(RANDOM_PRESETS[preset](tokenizer.size), seed=seed))
+    write_base(folder, K3ForCausalLM(BY_VOCABULARY[preset](tokenizer.size), seed=seed))
     tokenizer.save(folder)

@@ -31,8 +31,10 @@ _MODULES = {
 
 
 def write_adapter(folder: Path, lora: LoraConfig, tensors: Mapping[str, Tensor], manifest: AdapterManifest) -> None:
-    """Write an exported adapter; tensors get PEFT's `base_model.model.` prefix. The manifest is written last."""
+    """Write an exported adapter; tensors get PEFT's `base_model.model.` prefix. The manifest is written last, and one
+    that lies there is removed first, so that a folder with a manifest is whole."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)
     write_tensors(folder / WEIGHTS, ((_PREFIX + name, x) for name, x in tensors.items()))
     modules = sorted({name for target in lora.targets for name in _MODULES[target]})
     write_json(folder / CONFIG, {
@@ -45,17 +47,21 @@ def write_adapter(folder: Path, lora: LoraConfig, tensors: Mapping[str, Tensor],
 
 def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor], AdapterManifest]:
     """Read and verify a folder that `write_adapter` made. ManifestError or IntegrityError naming what is wrong."""
-    raw, listed = _read_json(folder / CONFIG), _read_json(folder / MANIFEST)
+    raw, manifest = _read_json(folder / CONFIG), read_manifest(folder)
     try:
         fields = {"rank": raw["r"], "alpha": raw["lora_alpha"], **raw["tidemill"]}
     except (KeyError, TypeError) as e:
         raise ManifestError(f"{folder / CONFIG} is malformed: {e!r}") from e
     lora = parse_config(LoraConfig, fields, source=str(folder / CONFIG))
-    manifest = AdapterManifest.from_json(listed)
     file = TensorFile(folder / WEIGHTS)
     tensors = {name.removeprefix(_PREFIX): file.tensor(name) for name in file.names()}
     verify_tensors(tensors, manifest)
     return lora, tensors, manifest
+
+
+def read_manifest(folder: Path) -> AdapterManifest:
+    """The manifest of an adapter's folder. ManifestError if it is missing or contradicts itself."""
+    return AdapterManifest.from_json(_read_json(folder / MANIFEST))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

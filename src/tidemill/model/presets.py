@@ -8,6 +8,8 @@ On a copying task (one seed, one learning rate) the loss was 0.04 after 100 step
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from tidemill.model.config import K3Config, LinearAttnConfig, TextConfig
 
 
@@ -61,3 +63,7 @@ def k3() -> K3Config:
         activation_situ_linear_beta=25.0, mla_use_output_gate=True, latent_moe_use_norm=True, bos_token_id=163_584,
         eos_token_id=163_586, pad_token_id=163_839,
     ))
+
+
+BY_VOCABULARY: Mapping[str, Callable[[int], K3Config]] = {"toy": toy, "tiny": tiny}
+"""Presets small enough to be made here, by name; each takes the vocabulary size."""

@@ -10,7 +10,6 @@ import itertools
 import json
 import math
 import mmap
-import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from tidemill.core.digests import digest_bytes
 from tidemill.core.errors import IntegrityError, ManifestError
-from tidemill.core.files import sync_dir
+from tidemill.core.files import replacing
 from tidemill.core.manifest import TensorEntry
 
 _FORMAT_NAMES = {"float32": "F32", "bfloat16": "BF16", "uint8": "U8", "int64": "I64", "float16": "F16"}
@@ -64,19 +63,10 @@ def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
         offset = end
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 64)
-    tmp = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with tmp.open("wb") as f:
-            f.write(struct.pack("<Q", len(raw)) + raw)
-            for _, x in listed:
-                f.write(tensor_bytes(x))
-            f.flush()
-            os.fsync(f.fileno())
-        tmp.replace(path)
-    except BaseException:
-        tmp.unlink(missing_ok=True)
-        raise
-    sync_dir(path.parent)
+    with replacing(path) as f:
+        f.write(struct.pack("<Q", len(raw)) + raw)
+        for _, x in listed:
+            f.write(tensor_bytes(x))
 
 
 @dataclass(frozen=True, slots=True)

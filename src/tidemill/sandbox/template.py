@@ -53,6 +53,18 @@ def find_template(cache_dir: Path, name: str = "base") -> Template:
     return template
 
 
+def built_templates(cache_dir: Path) -> list[str]:
+    """Names of the templates that are built on this machine."""
+    found: list[str] = []
+    for name in template_names():
+        try:
+            find_template(cache_dir, name)
+        except SetupError:
+            continue
+        found.append(name)
+    return found
+
+
 def ensure_template(
     cache_dir: Path, name: str = "base", *, progress: Callable[[str], None], search_path: str | None = None
 ) -> Template:

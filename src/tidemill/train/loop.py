@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -58,9 +60,9 @@ class Loop:
     """One attempt at a run. `run()` returns why it stopped; raises TidemillError if it cannot go on."""
 
     def __init__(self, config: RunConfig, run: RunDir, parts: Parts, metrics: Metrics, progress: Progress, *,
-                 control: str = "", max_steps: int | None = None) -> None:
+                 saved: Checkpoint | None = None, control: str = "", max_steps: int | None = None) -> None:
         self.config, self.run_dir, self.parts, self.metrics = config, run, parts, metrics
-        self.progress, self.control = progress, control
+        self.progress, self.saved, self.control = progress, saved, control
         self.max_steps = config.rl.max_steps if max_steps is None else max_steps
         self.engine = parts.engine
         self.position = Position()
@@ -74,13 +76,12 @@ class Loop:
 
     async def run(self) -> str:
         """To the end: `dev`, `steps`, `canary`, `sync-refused`, or `interrupted`."""
-        saved = checkpoint.load_newest(self.run_dir.checkpoints)
-        if saved is not None:
-            self._restore(saved)
+        if self.saved is not None:
+            self._restore(self.saved)
         try:
             await self._sync(must_change=False)
             await self._look()
-            if saved is None:
+            if self.saved is None:
                 await self._start()
             stopped_by = await self._steps()
         except CanaryError:
@@ -241,14 +242,11 @@ class Loop:
         return check_exactly_once(self.run_dir)
 
 
-class _timed:  # noqa: N801 - used like a function
+@contextmanager
+def _timed(into: dict[str, float], name: str) -> Iterator[None]:
     """Adds the seconds of a block to a dict."""
-
-    def __init__(self, into: dict[str, float], name: str) -> None:
-        self._into, self._name = into, name
-
-    def __enter__(self) -> None:
-        self._start = time.monotonic()
-
-    def __exit__(self, *exc: object) -> None:
-        self._into[self._name] = self._into.get(self._name, 0.0) + time.monotonic() - self._start
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        into[name] = into.get(name, 0.0) + time.monotonic() - started

@@ -21,16 +21,14 @@ from tidemill.engine.client import EmbeddedEngine
 from tidemill.engine.config import EngineConfig
 from tidemill.engine.core import EngineCore
 from tidemill.engine.weights import EngineWeights
-from tidemill.model import presets
 from tidemill.model.base import BaseStore
 from tidemill.model.chat.codec import ChatCodec
 from tidemill.model.chat.tokenizer import Tokenizer, build_tokenizer
 from tidemill.model.config import K3Config
 from tidemill.model.lora import LoraConfig
+from tidemill.model.presets import BY_VOCABULARY
 from tidemill.train.config import RunConfig
 from tidemill.train.warmup import Source
-
-PRESETS: dict[str, Callable[..., K3Config]] = {"toy": presets.toy, "tiny": presets.tiny}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +59,10 @@ class Plan:
         tokenizer = build_tokenizer(task.words)
         tools = [load_tool(name) for name in task.tools]
         scaffold = Scaffold(ChatCodec(tokenizer), tools, declare=task.declare_tools)
-        if config.model.preset not in PRESETS:
-            raise ConfigError(f"model.preset = {config.model.preset!r}: expected one of {', '.join(PRESETS)}",
+        if config.model.preset not in BY_VOCABULARY:
+            raise ConfigError(f"model.preset = {config.model.preset!r}: expected one of {', '.join(BY_VOCABULARY)}",
                               field="model.preset")
-        model = PRESETS[config.model.preset](tokenizer.size)
+        model = BY_VOCABULARY[config.model.preset](tokenizer.size)
         if config.model.overrides:
             try:
                 model = replace(model, text_config=replace(model.text_config, **config.model.overrides))

@@ -30,6 +30,7 @@ from tidemill.model.base import MANIFEST, BaseStore, write_base
 from tidemill.model.causal_lm import K3ForCausalLM
 from tidemill.sandbox.client import LocalSandboxClient
 from tidemill.sandbox.starting import ensure_daemon
+from tidemill.train.checkpoint import load_newest
 from tidemill.train.config import RunConfig
 from tidemill.train.controls import ControlOutcome, Verdict, control_settings, judge, plant
 from tidemill.train.loop import Loop, Progress
@@ -92,8 +93,9 @@ async def execute(config: RunConfig, run: RunDir, *, listeners: Sequence[Listene
     max_steps = settings.steps if settings else config.rl.max_steps
     progress = _load_progress(run)
     with Metrics(run, listeners=listeners) as metrics:
+        saved = load_newest(run.checkpoints)
         if run.attempt:
-            await _resume(run, metrics, plan, sandboxes)
+            await _resume(run, metrics, plan, sandboxes, from_step=saved.step if saved else 0)
         metrics.event("start", recipe=config.name, seed=config.seed, max_steps=max_steps, version=__version__,
                       control=control)
         _describe_data(run, plan, config)
@@ -108,7 +110,7 @@ async def execute(config: RunConfig, run: RunDir, *, listeners: Sequence[Listene
                 progress.setup_s += time.monotonic() - began_setup
                 metrics.event("setup", what=f"engine and {config.sandbox.pool if parts.pool else 0} sandboxes ready",
                               seconds=round(time.monotonic() - began_setup, 3))
-                loop = Loop(config, run, parts, metrics, progress, control=control, max_steps=max_steps)
+                loop = Loop(config, run, parts, metrics, progress, saved=saved, control=control, max_steps=max_steps)
                 with _interruptible(loop.stop_requested):
                     stopped_by = await loop.run()
                     if stopped_by in ("dev", "steps") and not control:
@@ -152,15 +154,14 @@ def _base(config: RunConfig, run: RunDir, plan: Plan, metrics: Metrics) -> BaseS
     return BaseStore.open(run.base)
 
 
-async def _resume(run: RunDir, metrics: Metrics, plan: Plan, sandboxes: Sandboxes) -> None:
+async def _resume(run: RunDir, metrics: Metrics, plan: Plan, sandboxes: Sandboxes, *, from_step: int) -> None:
     """Remove what the attempt before left, and note from where this one goes on."""
     removed = end_leftovers(run.ledger)
     async with _client(plan, sandboxes) as client:
         count = await client.release_lease(run.name) if client else 0
     if count:
         removed.append(f"{count} sandboxes")
-    steps = sorted(int(p.name.removeprefix("step")) for p in run.checkpoints.glob("step*"))
-    metrics.event("resume", from_step=steps[-1] if steps else 0, removed=removed)
+    metrics.event("resume", from_step=from_step, removed=removed)
 
 
 @asynccontextmanager

@@ -7,7 +7,6 @@ old version stays served throughout. Besides the trainer's own tensors, one chun
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ from pathlib import Path
 from torch import Tensor
 
 from tidemill.core.engine_api import EngineClient
-from tidemill.core.errors import IntegrityError, ManifestError, TrainError
+from tidemill.core.errors import IntegrityError, TrainError
 from tidemill.core.manifest import AdapterManifest
 from tidemill.model.lora import LoraConfig, build_manifest
-from tidemill.model.peft_files import MANIFEST, write_adapter
+from tidemill.model.peft_files import read_manifest, write_adapter
 from tidemill.model.tensor_bytes import tensor_bytes
 
 
@@ -88,17 +87,13 @@ class AdapterSync:
                 raise TrainError(f"first adapter: {live[0]} is not zero, so version 1 would not be the base's function")
         elif must_change and not changed:
             raise TrainError(f"adapter v{manifest.version}: no tensor changed although step {step} was a normal one")
-        self._write(tensors, manifest)
+        write_adapter(self._version_folder(manifest.version), self._lora, tensors, manifest)
         return await self._transfer(tensors, manifest, changed)
 
     def resume_from(self, version: int) -> None:
         """Go on after `version`, which an earlier attempt wrote: the next push is version + 1 and chains to it. Raises
         ManifestError if its manifest is damaged."""
-        path = self._folder / f"v{version:04d}" / MANIFEST
-        try:
-            self.manifest = AdapterManifest.from_json(json.loads(path.read_text()))
-        except (OSError, ValueError) as e:
-            raise ManifestError(f"cannot read {path}: {e}") from e
+        self.manifest = read_manifest(self._version_folder(version))
 
     async def _transfer(self, tensors: Mapping[str, Tensor], manifest: AdapterManifest, changed: int) -> SyncReport:
         started = time.monotonic()
@@ -144,9 +139,5 @@ class AdapterSync:
         before = {t.name: t.sha256 for t in self.manifest.tensors} if self.manifest else {}
         return sum(before.get(t.name) != t.sha256 for t in manifest.tensors)
 
-    def _write(self, tensors: Mapping[str, Tensor], manifest: AdapterManifest) -> None:
-        """The adapter's files; the manifest comes last: a folder without one is not a version."""
-        folder = self._folder / f"v{manifest.version:04d}"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / MANIFEST).unlink(missing_ok=True)
-        write_adapter(folder, self._lora, tensors, manifest)
+    def _version_folder(self, version: int) -> Path:
+        return self._folder / f"v{version:04d}"

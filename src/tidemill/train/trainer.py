@@ -19,7 +19,7 @@ from torch import Tensor
 from tidemill.core.errors import TrainError
 from tidemill.model.base import BaseStore
 from tidemill.model.lora import LoraConfig, attach, export_adapter, load_adapter
-from tidemill.train.algorithms import PolicyLoss, aggregate, denominators, kl_k1, kl_k3, policy_loss
+from tidemill.train.algorithms import Denominators, PolicyLoss, aggregate, denominators, kl_k1, kl_k3, policy_loss
 from tidemill.train.algorithms.corrections import truncated_importance_weights
 from tidemill.train.config import RlSection
 from tidemill.train.samples import MicroBatch, Sample, micro_batches
@@ -154,13 +154,14 @@ class Trainer:
         self._optimizer.step()
         return StepOutcome.NORMAL
 
-    def _totals(self, batches: Sequence[MicroBatch]) -> Any:
+    def _totals(self, batches: Sequence[MicroBatch]) -> Denominators:
         per_sequence = torch.cat([torch.bincount(b.rows, minlength=b.ids.shape[0]) for b in batches])
         longest = int(per_sequence.max()) if len(per_sequence) else 1
         mask = (torch.arange(longest) < per_sequence.unsqueeze(-1)).float()
         return denominators(mask, max_length=longest)
 
-    def _loss(self, batch: MicroBatch, logp: Tensor, old: Tensor, totals: Any) -> tuple[Tensor, dict[str, float]]:
+    def _loss(self, batch: MicroBatch, logp: Tensor, old: Tensor,
+              totals: Denominators) -> tuple[Tensor, dict[str, float]]:
         rl = self.rl
         p, mask = batch.spread(logp)
         p_old, _ = batch.spread(old)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.agent.task import Attempt, Drill, Problem, Setup, Split, Task, Turn, Verdict
+from tidemill.core.errors import NotFoundError
 from tidemill.core.files import read_jsonl
 from tidemill.core.ids import new_id
 from tidemill.core.sandbox_api import Capabilities, ExecResult, SandboxInfo, SandboxState
@@ -91,7 +92,7 @@ class FileSandboxes:
         return FileSandbox(self, path)
 
     async def connect(self, sandbox_id: str) -> FileSandbox:
-        raise NotImplementedError(sandbox_id)
+        raise NotFoundError(f"no sandbox {sandbox_id!r}: this world only creates")
 
     async def list(self, *, lease: str = "") -> Sequence[SandboxInfo]:
         found = sorted((self.folder / lease).glob("sb-*")) if lease else sorted(self.folder.glob("*/sb-*"))

@@ -37,7 +37,7 @@ from tidemill.sandbox.backends.runsc import Runsc
 from tidemill.sandbox.guest.binary import agent_binary, zygote_script
 from tidemill.sandbox.runtime import Runtime, find_runtime
 from tidemill.sandbox.snapshots.images import ImageStore
-from tidemill.sandbox.template import Template, find_template, template_names
+from tidemill.sandbox.template import Template, built_templates, find_template
 
 log = logging.getLogger(__name__)
 
@@ -213,14 +213,7 @@ class GvisorBackend:
             await self._template_image(find_template(self._cache_dir, name))
 
     async def templates(self) -> Sequence[str]:
-        found: list[str] = []
-        for name in template_names():
-            try:
-                find_template(self._cache_dir, name)
-            except SetupError:
-                continue
-            found.append(name)
-        return found
+        return built_templates(self._cache_dir)
 
     async def create(self, runtime_id: str, template: str) -> GvisorGuest:
         found = find_template(self._cache_dir, template)

@@ -37,7 +37,7 @@ from tidemill.sandbox.backends.guest import AgentGuest, GuestLimits
 from tidemill.sandbox.backends.pipes import make_pipes, open_guest_ends, open_host_ends
 from tidemill.sandbox.backends.processes import end_processes, find_processes
 from tidemill.sandbox.guest.binary import agent_binary, zygote_script
-from tidemill.sandbox.template import find_template, template_names
+from tidemill.sandbox.template import built_templates, find_template
 
 HELLO_S = 30.0
 START_S = 30.0
@@ -160,14 +160,7 @@ class UnsafeBackend:
         await asyncio.to_thread(agent_binary, self._cache_dir)
 
     async def templates(self) -> Sequence[str]:
-        found: list[str] = []
-        for name in template_names():
-            try:
-                find_template(self._cache_dir, name)
-            except SetupError:
-                continue
-            found.append(name)
-        return found
+        return built_templates(self._cache_dir)
 
     async def create(self, runtime_id: str, template: str) -> UnsafeGuest:
         rootfs = find_template(self._cache_dir, template).rootfs
