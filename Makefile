@@ -22,7 +22,7 @@ test: setup           ## the CI tier of the tests (at most 10 minutes)
 
 check: setup          ## style, types, import contracts, dependencies
 	@$(BIN)/ruff check .
-	@$(BIN)/pyright
+	@$(BIN)/pyright --pythonpath $(BIN)/python
 	@$(BIN)/lint-imports
 	@$(BIN)/deptry src
 
