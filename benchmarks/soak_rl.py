@@ -1,8 +1,8 @@
 """Long checks of the RL loop: `make soak ONLY=rl`.
 
-Thirty kill -9 at random points of small runs, each resumed to the very adapter of the uninterrupted run with every
-prompt counted once; every control of the demonstration's recipe against real sandboxes; twenty short live runs in which
-the canary must stay silent. Writes benchmarks/soak/rl.json. KILLS, LIVE and CONTROLS=0 lower the counts.
+Thirty kill -9 at random points of small 20-step runs, each resumed to the very adapter of the uninterrupted run with
+every prompt counted once; every control of the demonstration's recipe against real sandboxes; twenty short live runs in
+which the canary must stay silent. Writes benchmarks/soak/rl.json. KILLS, LIVE and CONTROLS=0 lower the counts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from harness import ROOT, write_soak
 sys.path.insert(0, str(ROOT / "tests/unit/train"))
 
 KILLS, LIVE, LIVE_STEPS = 30, 20, 6
-KILLS_PER_RUN = 3
+STEPS, KILLS_PER_RUN = 20, 10
 CONTROLS = ("frozen-engine", "zero-scale", "bit-flip", "random-reward")
 
 
@@ -29,12 +29,14 @@ def kills(count: int, folder: Path) -> dict[str, Any]:
     """`count` kills, a few per run. Raises AssertionError if a resumed run differs from the uninterrupted one."""
     from loop_world import kill_and_resume, run_once
 
-    whole = run_once(folder / "whole/runs", folder / "whole/boxes")
+    whole = run_once(folder / "whole/runs", folder / "whole/boxes", rl__max_steps=STEPS)
     hits = runs = 0
     while hits < count:
         runs += 1
-        hits += kill_and_resume(whole, folder / f"run{runs}", kills=KILLS_PER_RUN, seed=1000 + runs)
-    return {"kills": hits, "runs": runs, "bit_equal": runs, "exactly_once": runs}
+        kills_left = min(KILLS_PER_RUN, count - hits)
+        hits += kill_and_resume(whole, folder / f"run{runs}", kills=kills_left, seed=1000 + runs, rl__max_steps=STEPS)
+        print(f"{hits} of {count} kills, {runs} runs equal to the uninterrupted one", file=sys.stderr, flush=True)
+    return {"kills": hits, "runs": runs, "steps_each": STEPS, "bit_equal": runs, "exactly_once": runs}
 
 
 def rl(runs: Path, *args: str) -> tuple[int, dict[str, Any]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,3 @@ def canonical_json(value: Any) -> bytes:
 def digest_json(value: Any) -> str:
     """Digest of `canonical_json(value)`."""
     return digest_bytes(canonical_json(value))
-
-
-def digest_mapping(digests: Mapping[str, str]) -> str:
-    """One digest for a set of named digests, independent of their order."""
-    return digest_json(sorted(digests.items()))

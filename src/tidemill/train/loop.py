@@ -29,6 +29,10 @@ from tidemill.train.sync import AdapterSync, SyncRefusedError
 from tidemill.train.trainer import StepOutcome, StepReport, Trainer
 
 
+class _StopAskedError(Exception):
+    """Ctrl-C came where there is nothing to finish first."""
+
+
 @dataclass
 class Progress:
     """What outlives a kill besides checkpoints: results that must not be computed twice, and sums over attempts."""
@@ -60,19 +64,22 @@ class Loop:
     """One attempt at a run. `run()` returns why it stopped; raises TidemillError if it cannot go on."""
 
     def __init__(self, config: RunConfig, run: RunDir, parts: Parts, metrics: Metrics, progress: Progress, *,
-                 saved: Checkpoint | None = None, control: str = "", max_steps: int | None = None) -> None:
+                 saved: Checkpoint | None = None, control: str = "", max_steps: int | None = None,
+                 stop: asyncio.Event | None = None) -> None:
+        """`stop`: set from outside to end the run after its current step."""
         self.config, self.run_dir, self.parts, self.metrics = config, run, parts, metrics
         self.progress, self.saved, self.control = progress, saved, control
         self.max_steps = config.rl.max_steps if max_steps is None else max_steps
         self.engine = parts.engine
         self.position = Position()
         self.machine = StateMachine(lambda old, new: metrics.event("state", old=old.value, new=new.value))
-        self.trainer = Trainer(parts.store, parts.lora, config.rl, seed=config.seed)
+        self.trainer = Trainer(parts.store, parts.lora, config.rl, seed=config.seed,
+                               max_sampled=config.agent.max_sampled_tokens)
         self.sync = AdapterSync(self.engine, parts.lora, base_digest=parts.store.digest, folder=run.adapters,
                                 chunk_bytes=config.sync_chunk_bytes)
         self.canary = Canary(config.canary)
         self.rollouts = Rollouts(config, parts, reward=random_reward if control == "random-reward" else None)
-        self.stop_requested = asyncio.Event()
+        self.stop_requested = stop or asyncio.Event()
 
     async def run(self) -> str:
         """To the end: `dev`, `steps`, `canary`, `sync-refused`, or `interrupted`."""
@@ -84,6 +91,10 @@ class Loop:
             if self.saved is None:
                 await self._start()
             stopped_by = await self._steps()
+            if stopped_by in ("dev", "steps") and not self.control:
+                await self._finish()
+        except _StopAskedError:
+            stopped_by = "interrupted"
         except CanaryError:
             stopped_by = "canary"
         except SyncRefusedError:
@@ -192,10 +203,20 @@ class Loop:
         return [list(x) for x in await asyncio.gather(*(self.engine.score(ids) for ids in self.parts.canary))]
 
     async def _evaluate(self, split: str, n: int) -> Evaluation:
-        """Greedy accuracy on a split."""
+        """Greedy accuracy on a split. An evaluation does not outlast a request to stop: a resumed run makes it anew."""
         if self.machine.state is State.POOL_WAKE:
             self.machine.to(State.EVAL)
-        result = await self.rollouts.evaluate(split, n, progress=self.metrics.progress)
+        work = asyncio.ensure_future(self.rollouts.evaluate(split, n, progress=self.metrics.progress))
+        asked = asyncio.ensure_future(self.stop_requested.wait())
+        try:
+            await asyncio.wait({work, asked}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise _StopAskedError
+        finally:
+            asked.cancel()
+            work.cancel()
+            await asyncio.wait({work, asked})
+        result = work.result()
         self.metrics.event("eval", step=self.position.step, split=split, **result.to_json())
         self.run_dir.write_episodes(f"{split}-{self.position.step:05d}", result.rows)
         if split == "dev":
@@ -204,12 +225,10 @@ class Loop:
         self.progress.infra_errors += result.outcomes.get("infra_error", 0)
         return result
 
-    async def finish(self) -> Evaluation:
+    async def _finish(self) -> None:
         """The second and last look at the test split."""
-        result = await self._evaluate("test", self.config.eval.test_n)
-        self.progress.test_after = result.to_json()
+        self.progress.test_after = (await self._evaluate("test", self.config.eval.test_n)).to_json()
         self._save_progress()
-        return result
 
     def _record(self, batch: StepBatch, report: StepReport, seconds: dict[str, float]) -> None:
         self.run_dir.write_episodes(f"step-{self.position.step:05d}", batch.rows)

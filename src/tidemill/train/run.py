@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -39,7 +40,7 @@ from tidemill.train.parts import Plan, assemble
 from tidemill.train.report import write_report
 from tidemill.train.rollouts import EVAL_SEED
 from tidemill.train.run_dir import RunDir
-from tidemill.train.warmup import warm_up
+from tidemill.train.warmup import WarmupStopped, warm_up
 
 Sandboxes = Callable[[], AbstractAsyncContextManager[SandboxClient]]
 """Opens a client of the sandbox service for the length of a block."""
@@ -84,22 +85,28 @@ def reopen(path: Path) -> tuple[RunDir, RunConfig]:
 
 async def execute(config: RunConfig, run: RunDir, *, listeners: Sequence[Listener] = (), control: str = "",
                   sandboxes: Sandboxes = local_sandboxes) -> Result:
-    """Run (or go on with) `run` to its end. Ctrl-C ends it after the current step; a second one at once. Nothing is
-    left running either way. Raises TidemillError if it cannot go on."""
+    """Run (or go on with) `run` to its end. Ctrl-C ends it after the current step of warm-up or RL, or in the middle of
+    an evaluation; a second one at once. Nothing is left running either way. Raises TidemillError if it cannot go on,
+    CancelledError if it was interrupted before RL began."""
     started = time.monotonic()
     torch.set_num_threads(config.threads)
     plan = Plan.of(config)
     settings = control_settings(config, control) if control else None
     max_steps = settings.steps if settings else config.rl.max_steps
     progress = _load_progress(run)
-    with Metrics(run, listeners=listeners) as metrics:
+    stop = asyncio.Event()
+    with Metrics(run, listeners=listeners) as metrics, _interruptible(stop):
         saved = load_newest(run.checkpoints)
         if run.attempt:
             await _resume(run, metrics, plan, sandboxes, from_step=saved.step if saved else 0)
         metrics.event("start", recipe=config.name, seed=config.seed, max_steps=max_steps, version=__version__,
                       control=control)
         _describe_data(run, plan, config)
-        store = _base(config, run, plan, metrics)
+        try:
+            store = await asyncio.to_thread(_base, config, run, plan, metrics, stop.is_set)
+        except WarmupStopped:
+            metrics.event("stop", stopped_by="interrupted", step=0)
+            raise asyncio.CancelledError from None
         began_setup = time.monotonic()
 
         def wrap(engine: EngineClient) -> EngineClient:
@@ -110,11 +117,9 @@ async def execute(config: RunConfig, run: RunDir, *, listeners: Sequence[Listene
                 progress.setup_s += time.monotonic() - began_setup
                 metrics.event("setup", what=f"engine and {config.sandbox.pool if parts.pool else 0} sandboxes ready",
                               seconds=round(time.monotonic() - began_setup, 3))
-                loop = Loop(config, run, parts, metrics, progress, saved=saved, control=control, max_steps=max_steps)
-                with _interruptible(loop.stop_requested):
-                    stopped_by = await loop.run()
-                    if stopped_by in ("dev", "steps") and not control:
-                        await loop.finish()
+                loop = Loop(config, run, parts, metrics, progress, saved=saved, control=control, max_steps=max_steps,
+                            stop=stop)
+                stopped_by = await loop.run()
                 progress.sandboxes_used += parts.pool.stats.sandboxes_used if parts.pool else 0
                 served = (await parts.engine.info()).version
             left = len(await client.list(lease=run.name)) if client else 0
@@ -131,10 +136,12 @@ async def execute(config: RunConfig, run: RunDir, *, listeners: Sequence[Listene
     return Result(path=run.path, stopped_by=stopped_by, summary=summary, control=verdict)
 
 
-def _base(config: RunConfig, run: RunDir, plan: Plan, metrics: Metrics) -> BaseStore:
-    """The packed, frozen base of this run: warmed up now, unless an earlier attempt finished it."""
+def _base(config: RunConfig, run: RunDir, plan: Plan, metrics: Metrics, stop: Callable[[], bool]) -> BaseStore:
+    """The packed, frozen base of this run: warmed up now, unless an earlier attempt finished it. Raises WarmupStopped.
+    Runs in a thread of its own, so that signals are heard meanwhile."""
     if (run.base / MANIFEST).is_file():
         return BaseStore.open(run.base)
+    torch.set_num_threads(config.threads)
     started = time.monotonic()
     model = K3ForCausalLM(plan.model, seed=config.seed)
     episodes, drills = plan.warmup_sources(config.seed)
@@ -144,11 +151,13 @@ def _base(config: RunConfig, run: RunDir, plan: Plan, metrics: Metrics) -> BaseS
         metrics.event("warmup", step=step, loss=round(loss, 6), accuracy=accuracy)
         metrics.progress("warm-up", step, config.warmup.max_steps)
 
+    unfinished = run.path / "warmup"
     report = warm_up(model, config.warmup, episodes=episodes, drills=drills, dev=dev, progress=tell,
-                     dev_drills=drills(0, config.warmup.check_n))
+                     dev_drills=drills(0, config.warmup.check_n), checkpoints=unfinished, stop=stop)
     metrics.event("warmup_end", seconds=round(time.monotonic() - started, 3), **asdict(report))
     plan.tokenizer.save(run.base)
     manifest = write_base(run.base, model)
+    shutil.rmtree(unfinished, ignore_errors=True)
     metrics.event("setup", what=f"base packed, {manifest.base_digest[:19]}",
                   seconds=round(time.monotonic() - started, 3))
     return BaseStore.open(run.base)

@@ -58,8 +58,10 @@ class StepReport:
 class Trainer:
     """Model, adapter and optimizer. Not thread-safe; used while the engine sleeps."""
 
-    def __init__(self, store: BaseStore, lora: LoraConfig, rl: RlSection, *, seed: int) -> None:
+    def __init__(self, store: BaseStore, lora: LoraConfig, rl: RlSection, *, seed: int, max_sampled: int) -> None:
+        """`max_sampled`: sampled tokens an episode may have; L_max of aggregation `seq-mean-token-const`."""
         self.lora, self.rl = lora, rl
+        self._max_sampled = max_sampled
         self._store = store
         self.model = store.model()
         self.parameters = attach(self.model, lora, seed=seed)
@@ -158,7 +160,7 @@ class Trainer:
         per_sequence = torch.cat([torch.bincount(b.rows, minlength=b.ids.shape[0]) for b in batches])
         longest = int(per_sequence.max()) if len(per_sequence) else 1
         mask = (torch.arange(longest) < per_sequence.unsqueeze(-1)).float()
-        return denominators(mask, max_length=longest)
+        return denominators(mask, max_length=self._max_sampled)
 
     def _loss(self, batch: MicroBatch, logp: Tensor, old: Tensor,
               totals: Denominators) -> tuple[Tensor, dict[str, float]]:

@@ -3,13 +3,17 @@
 Only tokens the policy will have to choose enter the loss. The check is exact for deterministic tasks: a demonstration
 whose every chosen token is the model's argmax is what greedy decoding would write. The run's evaluation through engine
 and sandbox decides afterwards whether RL may start.
+
+A warm-up asked to stop, or killed, goes on from its last checkpoint; the result is the same bit for bit.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +23,16 @@ from tidemill.core.token_log import TokenLog
 from tidemill.model.balance import RouterBalance
 from tidemill.model.causal_lm import K3ForCausalLM
 from tidemill.model.layers import RoutedExperts
+from tidemill.train import checkpoint
+from tidemill.train.checkpoint import Checkpoint
 from tidemill.train.config import WarmupSection
 from tidemill.train.samples import Sample, micro_batches
 
 RAMP_STEPS = 10
 """Steps of linear learning-rate warm-up."""
 MICRO_BATCH_TOKENS = 8192
+CHECKPOINT_S = 20.0
+"""Seconds between checkpoints."""
 
 Source = Callable[[int, int], Sequence[TokenLog]]
 """(step, count) -> demonstrations; a pure function of its arguments."""
@@ -43,12 +51,18 @@ class WarmupReport:
     tokens: int
 
 
+class WarmupStopped(Exception):  # noqa: N818 - nothing went wrong
+    """The warm-up was asked to stop and has left a checkpoint."""
+
+
 def warm_up(model: K3ForCausalLM, settings: WarmupSection, *, episodes: Source, drills: Source | None,
             dev: Sequence[TokenLog], progress: Callable[[int, float, float], None],
-            dev_drills: Sequence[TokenLog] = ()) -> WarmupReport:
+            dev_drills: Sequence[TokenLog] = (), checkpoints: Path | None = None,
+            stop: Callable[[], bool] = lambda: False) -> WarmupReport:
     """Train `model` in place until it is as good as `settings` ask, or max_steps are done.
 
-    progress(step, loss, last accuracy) is called after each step. Raises TrainError on a non-finite loss.
+    progress(step, loss, last accuracy) is called after each step, and `stop` asked. With a folder `checkpoints` it goes
+    on from what an earlier attempt left there. Raises TrainError on a non-finite loss, WarmupStopped if `stop` says so.
     """
     for module in model.modules():
         if isinstance(module, RoutedExperts):
@@ -56,8 +70,15 @@ def warm_up(model: K3ForCausalLM, settings: WarmupSection, *, episodes: Source, 
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.98),
                                   weight_decay=settings.weight_decay, foreach=True)
     balance = RouterBalance(model)
-    accuracy, skill, loss, tokens = 0.0, 0.0, math.nan, 0
-    for step in range(1, settings.max_steps + 1):
+    accuracy, skill, loss, tokens, first = 0.0, 0.0, math.nan, 0, 1
+    saved = checkpoint.load_newest(checkpoints) if checkpoints else None
+    if saved:
+        model.load_state_dict(saved.tensors["model"])
+        optimizer.load_state_dict(saved.tensors["optimizer"])
+        accuracy, skill, tokens = (saved.plain[k] for k in ("accuracy", "skill", "tokens"))
+        first = saved.step + 1
+    kept = time.monotonic()
+    for step in range(first, settings.max_steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * min(1.0, step / RAMP_STEPS)
         logs = list(episodes(step, settings.episodes))
@@ -74,6 +95,14 @@ def warm_up(model: K3ForCausalLM, settings: WarmupSection, *, episodes: Source, 
         if accuracy >= settings.stop_at and skill >= settings.drill_at:
             return WarmupReport(steps=step, loss=loss, accuracy=accuracy, drills=skill, stopped_early=True,
                                 tokens=tokens)
+        stopping = stop()
+        if checkpoints and (stopping or time.monotonic() - kept > CHECKPOINT_S):
+            tensors = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            plain = {"accuracy": accuracy, "skill": skill, "tokens": tokens}
+            checkpoint.save(checkpoints, Checkpoint(step, tensors, plain))
+            kept = time.monotonic()
+        if stopping:
+            raise WarmupStopped(f"stopped after step {step}")
     return WarmupReport(steps=settings.max_steps, loss=loss, accuracy=accuracy, drills=skill, stopped_early=False,
                         tokens=tokens)
 

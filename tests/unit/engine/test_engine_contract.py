@@ -5,6 +5,8 @@ notice when the engine is broken on purpose."""
 from __future__ import annotations
 
 import random
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -27,6 +29,8 @@ Choose = Callable[[int, int], int]
 """An integer between two bounds, both included: from Hypothesis, or from a seeded generator."""
 
 BASES = ("tiny", "toy")
+PASSED: list[float] = []
+"""When each scenario of the long run passed."""
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -199,10 +203,14 @@ def test_a_row_depends_on_itself_and_its_past_only(driver, adapter, reference, d
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
-@settings(max_examples=1500, derandomize=False)
+@settings(max_examples=2000, derandomize=False)
 @given(data=st.data())
 def test_a_row_depends_on_itself_and_its_past_only_2000(driver, adapter, reference, data):
     check(build(drawn(data)), driver, adapter, reference)
+    PASSED.append(time.monotonic())
+    if len(PASSED) % 100 == 0:
+        seconds = PASSED[-1] - PASSED[0]
+        print(f"{len(PASSED)} scenarios held, {seconds:.0f} s", file=sys.__stderr__, flush=True)
 
 
 def test_a_full_house_at_once(driver, adapter, reference):

@@ -1,6 +1,7 @@
 """A world small enough to run whole RL runs in seconds: a one-tool task, sandboxes that are files, a child to kill.
 
-Run as a program it does one attempt: `python loop_world.py start RUNS SANDBOXES BASE` or `... resume RUN SANDBOXES`.
+Run as a program it does one attempt: `python loop_world.py start RUNS SANDBOXES BASE [KEY=VALUE...]`, or
+`... resume RUN SANDBOXES`.
 Not a test file.
 """
 
@@ -231,16 +232,16 @@ def stop_somewhere(process: subprocess.Popen[bytes], runs: Path, rng: random.Ran
     return alive
 
 
-def kill_and_resume(whole: Result, folder: Path, *, kills: int, seed: int) -> int:
-    """Kill a run `kills` times at random points, each time in a new process, then let it end and compare with `whole`.
-    Returns how many signals hit a living process. Used by the soak run too."""
+def kill_and_resume(whole: Result, folder: Path, *, kills: int, seed: int, **changes: int) -> int:
+    """Kill a run `kills` times at random points, each time in a new process, then let it end and compare with `whole`,
+    which had the same `changes`. Returns how many signals hit a living process. Used by the soak run too."""
     rng = random.Random(seed)
     runs, boxes = folder / "runs", folder / "boxes"
     stranger = boxes / "other-run" / "sb-stranger"
     stranger.parent.mkdir(parents=True)
     stranger.touch()
     hits = 0
-    process = child("start", runs, boxes, whole.path / "base")
+    process = child("start", runs, boxes, whole.path / "base", *(f"{k}={v}" for k, v in changes.items()))
     for number in range(kills):
         hits += stop_somewhere(process, runs, rng, signal.SIGKILL)
         (path,) = runs.iterdir()
@@ -268,4 +269,4 @@ if __name__ == "__main__":
     if verb == "resume":
         resume(where, box_folder)
     else:
-        run_once(where, box_folder, Path(sys.argv[4]))
+        run_once(where, box_folder, Path(sys.argv[4]), **{k: int(v) for k, v in (a.split("=") for a in sys.argv[5:])})

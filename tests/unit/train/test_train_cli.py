@@ -119,6 +119,26 @@ def test_a_whole_run_from_the_command_line(capsys: pytest.CaptureFixture[str], t
 
 
 @pytest.mark.timeout(400)
+def test_ctrl_c_in_the_warm_up_loses_no_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    changes = overrides(rl__max_steps=1, warmup__max_steps=16, eval__dev_n=4, eval__test_n=4)
+    argv = [sys.executable, "-m", "tidemill.cli.main", "rl", "run", "toolcalc", "--runs-dir", str(tmp_path), *changes]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    while process.poll() is None and not any('"warmup"' in p.read_text() for p in tmp_path.glob("*/events.jsonl")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert (out, "go on with: tidemill rl run --resume" in err) == ("", True)
+    (path,) = tmp_path.iterdir()
+    code, out, err = call(capsys, "run", "--resume", path, "--runs-dir", tmp_path)
+    assert code == 0, err
+    rows = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+    steps = [r["step"] for r in rows if r["event"] == "warmup"]
+    assert steps == list(range(1, len(steps) + 1))
+    assert not (path / "warmup").exists()
+
+
+@pytest.mark.timeout(400)
 def test_ctrl_c_says_how_to_go_on_and_it_does(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "tidemill.cli.main", "rl", "run", "toolcalc", "--runs-dir", str(tmp_path),
             *overrides(rl__max_steps=5, warmup__max_steps=2)]

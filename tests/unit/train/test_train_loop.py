@@ -48,9 +48,10 @@ def test_a_run_leaves_everything_it_promises_and_nothing_else(whole: Result) -> 
     assert len(set(numbers)) == check_exactly_once(run)
 
 
-@pytest.mark.timeout(600)
-def test_killed_anywhere_and_resumed_it_is_the_same_run(whole: Result, tmp_path: Path) -> None:
-    kill_and_resume(whole, tmp_path, kills=2, seed=1)
+@pytest.mark.timeout(900)
+def test_killed_at_ten_points_and_resumed_it_is_the_same_run(whole: Result, tmp_path: Path) -> None:
+    twenty = run_once(tmp_path / "whole" / "runs", tmp_path / "whole" / "boxes", whole.path / "base", rl__max_steps=20)
+    assert kill_and_resume(twenty, tmp_path / "killed", kills=10, seed=1, rl__max_steps=20) == 10
 
 
 @pytest.mark.timeout(400)

@@ -53,7 +53,7 @@ def sync_for(engine: object, store: BaseStore, folder: Path) -> AdapterSync:
 
 def test_versions_chain_and_unchanged_exports_are_errors(store: BaseStore, tmp_path: Path) -> None:
     async def run() -> None:
-        trainer = Trainer(store, LORA, RlSection(tis_cap=0), seed=1)
+        trainer = Trainer(store, LORA, RlSection(tis_cap=0), seed=1, max_sampled=48)
         async with engine_for(store) as engine:
             sync = sync_for(engine, store, tmp_path)
             first = await sync.push(trainer.adapter(), step=0, must_change=False)
@@ -81,7 +81,7 @@ def test_versions_chain_and_unchanged_exports_are_errors(store: BaseStore, tmp_p
 
 def test_a_first_adapter_that_is_not_the_identity_is_refused(store: BaseStore, tmp_path: Path) -> None:
     async def run() -> None:
-        trainer = Trainer(store, LORA, RlSection(tis_cap=0), seed=1)
+        trainer = Trainer(store, LORA, RlSection(tis_cap=0), seed=1, max_sampled=48)
         step(trainer)
         async with engine_for(store) as engine:
             with pytest.raises(TrainError, match="is not zero"):
@@ -110,7 +110,7 @@ class FlipOnce(BitFlip):
 
 def test_a_corrupted_transfer_is_repeated_once_then_refused(store: BaseStore, tmp_path: Path) -> None:
     async def run() -> None:
-        trainer = Trainer(store, LORA, RlSection(tis_cap=0), seed=1)
+        trainer = Trainer(store, LORA, RlSection(tis_cap=0), seed=1, max_sampled=48)
         async with engine_for(store) as engine:
             flaky = sync_for(FlipOnce(engine), store, tmp_path)
             report = await flaky.push(trainer.adapter(), step=0, must_change=False)
@@ -131,7 +131,7 @@ def test_a_corrupted_transfer_is_repeated_once_then_refused(store: BaseStore, tm
 @pytest.mark.parametrize("fault", [None, FrozenEngine, ZeroScale])
 def test_the_canary_fires_where_hashes_see_nothing(store: BaseStore, tmp_path: Path, fault: type | None) -> None:
     async def run() -> list[str]:
-        trainer = Trainer(store, LORA, RlSection(tis_cap=0), seed=1)
+        trainer = Trainer(store, LORA, RlSection(tis_cap=0), seed=1, max_sampled=48)
         canary = Canary(CanarySection())
         fired = []
         async with engine_for(store) as engine:

@@ -39,7 +39,7 @@ def samples(n: int = 9, seed: int = 0) -> list[Sample]:
 
 def make(store: BaseStore, **changes: object) -> Trainer:
     rl = dataclasses.replace(RlSection(tis_cap=0.0), **changes)
-    return Trainer(store, LoraConfig(rank=4, alpha=8.0), rl, seed=3)
+    return Trainer(store, LoraConfig(rank=4, alpha=8.0), rl, seed=3, max_sampled=48)
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-const"])

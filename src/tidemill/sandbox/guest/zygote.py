@@ -203,13 +203,10 @@ def child(control, request, fds, plain):
     os.dup2(err, 2)
     os.close(out)
     os.close(err)
-    keep = {0, 1, 2, code_fd, status_fd}
-    for fd in range(3, max(keep) + 64):
-        if fd not in keep:
-            try:
-                os.close(fd)
-            except OSError:
-                continue
+    low, high = sorted((code_fd, status_fd))
+    os.closerange(3, low)
+    os.closerange(low + 1, high)
+    os.closerange(high + 1, high + 64)
     _, _, nproc, address_space, nofile = request
     limits = ((resource.RLIMIT_NPROC, nproc), (resource.RLIMIT_AS, address_space), (resource.RLIMIT_NOFILE, nofile))
     for what, value in limits:
