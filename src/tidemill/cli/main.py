@@ -14,6 +14,7 @@ import typer
 
 from tidemill import __version__
 from tidemill.core.errors import InputError, NotFoundError, SetupError, TidemillError
+from tidemill.core.files import DISK_FULL
 
 _VERBS: dict[str, tuple[str, str, str]] = {
     "doctor": ("tidemill.cli.doctor", "doctor", "Check this machine: kernels, numerics, sandboxes, limits."),
@@ -68,6 +69,12 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(2)
     except TidemillError as e:
         print(f"error: {type(e).__name__}: {e}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as e:
+        if e.errno not in DISK_FULL:
+            raise
+        print(f"error: cannot write {e.filename or 'a file'}: {e.strerror}. Free space and run the command again.",
+              file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -17,6 +17,7 @@ import typer
 
 from tidemill.core.config import to_plain
 from tidemill.core.errors import ConfigError, InputError
+from tidemill.core.files import DISK_FULL
 from tidemill.train.config import CONTROLS, RunConfig, load_recipe, recipe_names
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False,
@@ -165,6 +166,10 @@ def _execute(config: RunConfig, folder: Any, *, control: str, as_json: bool) -> 
             result = asyncio.run(execute(config, folder, listeners=[view], control=control))
     except (KeyboardInterrupt, asyncio.CancelledError) as e:
         raise _interrupted(folder.path) from e
+    except OSError as e:
+        if e.errno in DISK_FULL:
+            print(f"cut short; go on with: tidemill rl run --resume {folder.path}", file=sys.stderr)
+        raise
     _print_result(result.summary, result.path, result.control, as_json=as_json)
     if result.stopped_by == "interrupted":
         raise _interrupted(folder.path)

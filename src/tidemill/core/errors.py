@@ -36,7 +36,10 @@ class TidemillError(Exception):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        return f"{self.message} {self.remedy}".strip() if self.remedy else self.message
+        if not self.remedy:
+            return self.message
+        stop = "" if self.message.endswith((".", "!", "?", ":")) else "."
+        return f"{self.message}{stop} {self.remedy}"
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.message, self.remedy, self.__dict__.copy()))

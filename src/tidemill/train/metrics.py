@@ -22,14 +22,17 @@ Kinds of events and the fields the report and the live view read (others may sta
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from tensorboard.compat.proto import event_pb2, summary_pb2
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
+from tensorboard.summary.writer.record_writer import RecordWriter
 
+from tidemill.core.files import WholeWriter
 from tidemill.train.run_dir import RunDir
 
 Row = Mapping[str, Any]
@@ -103,29 +106,37 @@ class Metrics:
 
 
 class Board:
-    """Scalars in TensorBoard's event format."""
+    """Scalars in TensorBoard's event format, each event written at once: a full disk is an error here and now, which
+    TensorBoard's own writer would meet in a thread of its own."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._writer = EventFileWriter(str(folder))
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._writer = RecordWriter(WholeWriter(folder / name))
+        try:
+            self._add(file_version="brain.Event:2")
+        except OSError:
+            self.close()
+            raise
 
     def write(self, kind: str, row: Row) -> None:
         """The scalars of one event, at its `step` (or `version`)."""
         values = scalars(kind, row)
         if values:
-            step = int(row.get("step", row.get("version", 0)))
-            self._writer.add_event(_message(values, step))
+            self._add(step=int(row.get("step", row.get("version", 0))), summary=_message(values))
 
     def close(self) -> None:
         self._writer.close()
 
+    def _add(self, **fields: Any) -> None:
+        events: Any = event_pb2  # its classes are made when it is loaded, so checkers cannot see them
+        self._writer.write(events.Event(wall_time=time.time(), **fields).SerializeToString())
 
-def _message(values: Mapping[str, float], step: int) -> Any:
-    """One protobuf event. The classes are made when the generated module is loaded, so checkers cannot see them."""
+
+def _message(values: Mapping[str, float]) -> Any:
+    """One protobuf summary."""
     proto: Any = summary_pb2
-    summary = proto.Summary(value=[proto.Summary.Value(tag=t, simple_value=v) for t, v in values.items()])
-    events: Any = event_pb2
-    return events.Event(wall_time=time.time(), step=step, summary=summary)
+    return proto.Summary(value=[proto.Summary.Value(tag=t, simple_value=v) for t, v in values.items()])
 
 
 def scalars(kind: str, row: Row) -> dict[str, float]:

@@ -1,6 +1,8 @@
 """Ids, digests, files, errors, token log."""
 
+import os
 import pickle
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from tidemill.core import errors
 from tidemill.core.digests import canonical_json, digest_bytes, digest_file, digest_json
-from tidemill.core.files import append_jsonl, read_jsonl, write_atomic, write_json
+from tidemill.core.files import DISK_FULL, append_jsonl, read_jsonl, write_atomic, write_json
 from tidemill.core.ids import new_id
 from tidemill.core.token_log import TokenLog
 
@@ -46,12 +48,44 @@ def test_jsonl_leaves_out_a_cut_last_line(tmp_path: Path) -> None:
     with path.open("ab") as f:
         f.write(b'{"i": 3')
     assert list(read_jsonl(path)) == [{"i": 1}, {"i": 2}]
+    append_jsonl(path, {"i": 4})
+    assert list(read_jsonl(path)) == [{"i": 1}, {"i": 2}, {"i": 4}]
+
+
+@pytest.mark.parametrize("left", [b'{"i": 1}\n' + b"x" * 200_000, b"x" * 70_000, b"\n" + b"y" * 65_536])
+def test_jsonl_goes_on_after_the_last_whole_line(tmp_path: Path, left: bytes) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(left)
+    append_jsonl(path, {"i": 2})
+    assert path.read_bytes() == left[: left.rfind(b"\n") + 1] + b'{"i": 2}\n'
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_whole_lines(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], check=True)
+    path = tmp_path / "rows.jsonl"
+
+    def fill() -> None:
+        for _ in range(1000):
+            append_jsonl(path, {"text": "x" * 900})
+
+    try:
+        with pytest.raises(OSError, match=r"No space left on device: .*rows\.jsonl") as full:
+            fill()
+        assert full.value.errno in DISK_FULL
+        assert len(list(read_jsonl(path))) >= 60
+        assert path.read_bytes().endswith(b"}\n")
+        with pytest.raises(OSError, match=r"state\.json"):
+            write_json(tmp_path / "state.json", ["x" * 10_000])
+        assert [p.name for p in tmp_path.iterdir()] == ["rows.jsonl"]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_errors_say_the_remedy_and_survive_pickling() -> None:
     error = errors.ConfigError("size = 0", field="size", remedy="Give a positive size.")
     copy = pickle.loads(pickle.dumps(error))
-    assert (str(copy), copy.field, type(copy)) == ("size = 0 Give a positive size.", "size", errors.ConfigError)
+    assert (str(copy), copy.field, type(copy)) == ("size = 0. Give a positive size.", "size", errors.ConfigError)
     assert isinstance(error, ValueError)
     assert isinstance(errors.DeadlineError("late"), TimeoutError)
     assert str(errors.NotFoundError("no such thing")) == "no such thing"

@@ -154,3 +154,23 @@ def test_ctrl_c_says_how_to_go_on_and_it_does(capsys: pytest.CaptureFixture[str]
     assert code == 0, err
     assert "stopped by steps after 5 steps" in out
     assert "resumed from step" in err
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+@pytest.mark.parametrize("kib", [8, 200, 1000, 1200])
+def test_a_full_disk_ends_the_run_in_order_and_it_goes_on_with_more(kib: int, capsys: pytest.CaptureFixture[str],
+                                                                    tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(tmp_path)], check=True)
+    try:
+        code, _, err = call(capsys, "run", "toolcalc", "--runs-dir", tmp_path,
+                            *overrides(rl__max_steps=3, warmup__max_steps=4, checkpoint_every=1))
+        assert code == 1
+        assert "No space left on device" in err
+        subprocess.run(["mount", "-o", "remount,size=64m", str(tmp_path)], check=True)
+        if "--resume" in err or "resume the run" in err:
+            code, out, err = call(capsys, "run", "--resume", "last", "--runs-dir", tmp_path)
+            assert code == 0, err
+            assert "stopped by steps after 3 steps" in out
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
