@@ -144,16 +144,18 @@ def _resume(runs_dir: Path, name: str, *, control: str, as_json: bool) -> None:
                           remedy=f"Its report is {path / 'report.html'}.")
     folder, config = reopen(path)
     planted = _planted(path)
+    if planted is None:
+        planted = control
     if control and control != planted:
         raise ConfigError(f"control = {control!r}: {path.name} was started with {planted or 'none'}", field="control")
     _execute(config, folder, control=planted, as_json=as_json)
 
 
-def _planted(path: Path) -> str:
-    """The control a run was started with; empty if none."""
+def _planted(path: Path) -> str | None:
+    """The control a run was started with; empty if it was none, None if the run never started."""
     from tidemill.core.files import read_jsonl
 
-    return next((row.get("control", "") for row in read_jsonl(path / "events.jsonl") if row["event"] == "start"), "")
+    return next((row.get("control", "") for row in read_jsonl(path / "events.jsonl") if row["event"] == "start"), None)
 
 
 def _execute(config: RunConfig, folder: Any, *, control: str, as_json: bool) -> None:
