@@ -5,12 +5,15 @@ Used in pretraining and full fine-tuning. In LoRA runs the biases are part of th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from tidemill.kernels.moe import BiasHistogram, required_bias
 from tidemill.model.causal_lm import K3ForCausalLM
 from tidemill.model.layers import DecoderLayer, Router
+from tidemill.parallel import Group
 
 
 class RouterBalance:
@@ -19,6 +22,7 @@ class RouterBalance:
         balance = RouterBalance(model)
         balance.mask = attention_mask            # per micro-batch, [B, T] bool, True for real tokens
         model(input_ids, observer=balance)
+        balance.reduce(group)                    # if several ranks share the step
         balance.apply()                          # after optimizer.step(); the next step starts empty
     """
 
@@ -41,6 +45,13 @@ class RouterBalance:
             scores = scores[self.mask.flatten()]
         histogram = self._histograms.get(layer) or BiasHistogram.empty(bias)
         self._histograms[layer] = histogram.add(required_bias(scores, bias, self._top_k))
+
+    def reduce(self, group: Group) -> None:
+        """Sum the counts over ranks that saw different micro-batches of one step."""
+        for layer, router in self._routers.items():
+            mine = self._histograms.get(layer) or BiasHistogram.empty(router.e_score_correction_bias)
+            both = group.all_reduce(torch.cat([mine.counts.flatten(), torch.tensor([mine.tokens])]))
+            self._histograms[layer] = replace(mine, counts=both[:-1].view_as(mine.counts), tokens=int(both[-1]))
 
     def apply(self) -> None:
         """Set every observed layer's bias for the next step and start counting anew."""

@@ -24,10 +24,12 @@ GENERATE_TOKENS_S = 10_000.0
 """Given and sampled tokens together, episodes in batches of about a hundred, toy model."""
 UPDATE_TOKENS_S = 10_000.0
 """Forward and backward through a frozen base."""
-WARMUP_TOKENS_S = 8_000.0
-"""Forward and backward over all parameters, experts on the MXFP4 grid."""
-TOOL_MS, RESET_MS = 3.1, 12.0
-"""A call in a live session; reset in the guest with a fresh interpreter session and its set-up cell."""
+WARMUP_TOKENS_S = 5_800.0
+"""Forward and backward over all parameters, experts on the MXFP4 grid; each rank."""
+TOOL_MS, RESET_MS = 4.0, 80.0
+"""A call in a live session; reset in the guest with a fresh interpreter session and its set-up cell (gVisor)."""
+USES_S = 14.0
+"""Sandbox uses a second on two cores, however many sandboxes there are."""
 SANDBOX_START_S = 0.25
 """Cold start from the template, several at a time."""
 _SHOWN = 64
@@ -107,8 +109,10 @@ def budget(config: RunConfig, plan: Plan) -> Budget:
     memory = plan_memory(engine, slot_bytes=Pools.slot_bytes(text), page_bytes=Pools.page_bytes(text),
                          available=available_memory)
     generated = int(episodes[1] * tokens)
+    uses = calls * (rl.max_steps * episodes[1] + 2 * config.eval.test_n + looks * config.eval.dev_n)
     seconds = {
-        "sandboxes": config.sandbox.pool * SANDBOX_START_S * calls, "warm-up": warmup / WARMUP_TOKENS_S,
+        "sandboxes": config.sandbox.pool * SANDBOX_START_S * calls,
+        "warm-up": warmup / WARMUP_TOKENS_S / config.warmup.ranks, "tools": uses / USES_S,
         "generate": rl.max_steps * generated / GENERATE_TOKENS_S,
         "update": rl.max_steps * rl.epochs * episodes[0] * tokens / UPDATE_TOKENS_S,
         "evaluate": evaluated / GENERATE_TOKENS_S,

@@ -86,6 +86,8 @@ class SandboxSection:
 class WarmupSection:
     """Supervised warm-up on demonstrations, stopped early on purpose inside `band`."""
 
+    ranks: int = 1
+    """Processes that share every step; each computes on its own core. Another number changes rounding only."""
     max_steps: int = 400
     episodes: int = 16
     """Whole demonstrations per step."""
@@ -104,7 +106,7 @@ class WarmupSection:
     """Greedy dev accuracy on the packed base must lie here, else the run stops and says so."""
 
     def __post_init__(self) -> None:
-        _positive(self, "max_steps", "episodes", "lr", "check_every", "check_n")
+        _positive(self, "ranks", "max_steps", "episodes", "lr", "check_every", "check_n")
         require(self.drills >= 0, field="drills", value=self.drills, expected="an integer >= 0")
         _share(self, "stop_at", "drill_at")
         low, high = self.band

@@ -28,7 +28,6 @@ from tidemill.core.files import write_json
 from tidemill.core.launcher import end_leftovers
 from tidemill.core.sandbox_api import SandboxClient
 from tidemill.model.base import MANIFEST, BaseStore, write_base
-from tidemill.model.causal_lm import K3ForCausalLM
 from tidemill.sandbox.client import LocalSandboxClient
 from tidemill.sandbox.starting import ensure_daemon
 from tidemill.train.checkpoint import load_newest
@@ -40,7 +39,8 @@ from tidemill.train.parts import Plan, assemble
 from tidemill.train.report import write_report
 from tidemill.train.rollouts import EVAL_SEED
 from tidemill.train.run_dir import RunDir
-from tidemill.train.warmup import WarmupStopped, warm_up
+from tidemill.train.warmup import WarmupStopped
+from tidemill.train.warmup_ranks import warmed_up
 
 Sandboxes = Callable[[], AbstractAsyncContextManager[SandboxClient]]
 """Opens a client of the sandbox service for the length of a block."""
@@ -141,23 +141,17 @@ def _base(config: RunConfig, run: RunDir, plan: Plan, metrics: Metrics, stop: Ca
     Runs in a thread of its own, so that signals are heard meanwhile."""
     if (run.base / MANIFEST).is_file():
         return BaseStore.open(run.base)
-    torch.set_num_threads(config.threads)
     started = time.monotonic()
-    model = K3ForCausalLM(plan.model, seed=config.seed)
-    episodes, drills = plan.warmup_sources(config.seed)
-    dev = plan.demonstrations(Split.DEV, 0, config.warmup.check_n, EVAL_SEED)
 
     def tell(step: int, loss: float, accuracy: float) -> None:
         metrics.event("warmup", step=step, loss=round(loss, 6), accuracy=accuracy)
         metrics.progress("warm-up", step, config.warmup.max_steps)
 
-    unfinished = run.path / "warmup"
-    report = warm_up(model, config.warmup, episodes=episodes, drills=drills, dev=dev, progress=tell,
-                     dev_drills=drills(0, config.warmup.check_n), checkpoints=unfinished, stop=stop)
+    model, report = warmed_up(config, plan, run, progress=tell, stop=stop)
     metrics.event("warmup_end", seconds=round(time.monotonic() - started, 3), **asdict(report))
     plan.tokenizer.save(run.base)
     manifest = write_base(run.base, model)
-    shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.rmtree(run.warmup, ignore_errors=True)
     metrics.event("setup", what=f"base packed, {manifest.base_digest[:19]}",
                   seconds=round(time.monotonic() - started, 3))
     return BaseStore.open(run.base)

@@ -88,6 +88,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def warmup(self) -> Path:
+        """Checkpoints of an unfinished warm-up."""
+        return self.path / "warmup"
+
+    @property
     def ledger(self) -> Path:
         """Processes this run started (tidemill.core.launcher)."""
         return self.path / "processes.jsonl"

@@ -5,13 +5,16 @@ whose every chosen token is the model's argmax is what greedy decoding would wri
 and sandbox decides afterwards whether RL may start.
 
 A warm-up asked to stop, or killed, goes on from its last checkpoint; the result is the same bit for bit.
+
+Several ranks may share it (tidemill.train.warmup_ranks): each takes its part of every batch, gradients and counts are
+summed, and all hold the same model at every step. The result depends on the number of ranks only by rounding.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,14 +26,16 @@ from tidemill.core.token_log import TokenLog
 from tidemill.model.balance import RouterBalance
 from tidemill.model.causal_lm import K3ForCausalLM
 from tidemill.model.layers import RoutedExperts
+from tidemill.parallel import Group, SoloGroup
 from tidemill.train import checkpoint
 from tidemill.train.checkpoint import Checkpoint
 from tidemill.train.config import WarmupSection
-from tidemill.train.samples import Sample, micro_batches
+from tidemill.train.samples import MicroBatch, Sample, micro_batches
 
 RAMP_STEPS = 10
 """Steps of linear learning-rate warm-up."""
 MICRO_BATCH_TOKENS = 8192
+ALONE = SoloGroup()
 CHECKPOINT_S = 20.0
 """Seconds between checkpoints."""
 
@@ -58,11 +63,13 @@ class WarmupStopped(Exception):  # noqa: N818 - nothing went wrong
 def warm_up(model: K3ForCausalLM, settings: WarmupSection, *, episodes: Source, drills: Source | None,
             dev: Sequence[TokenLog], progress: Callable[[int, float, float], None],
             dev_drills: Sequence[TokenLog] = (), checkpoints: Path | None = None,
-            stop: Callable[[], bool] = lambda: False) -> WarmupReport:
+            stop: Callable[[], bool] = lambda: False, group: Group = ALONE) -> WarmupReport:
     """Train `model` in place until it is as good as `settings` ask, or max_steps are done.
 
-    progress(step, loss, last accuracy) is called after each step, and `stop` asked. With a folder `checkpoints` it goes
-    on from what an earlier attempt left there. Raises TrainError on a non-finite loss, WarmupStopped if `stop` says so.
+    progress(step, loss, last accuracy) is called after each step. `stop` is asked before each step; one step later the
+    warm-up ends. With a folder `checkpoints` it goes on from what an earlier attempt left there, and rank 0 writes.
+    Every rank of `group` is given the same model and arguments; the `stop` of any of them stops all.
+    Raises TrainError on a non-finite loss, WarmupStopped if `stop` says so.
     """
     for module in model.modules():
         if isinstance(module, RoutedExperts):
@@ -79,24 +86,24 @@ def warm_up(model: K3ForCausalLM, settings: WarmupSection, *, episodes: Source, 
         first = saved.step + 1
     kept = time.monotonic()
     for step in range(first, settings.max_steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = settings.lr * min(1.0, step / RAMP_STEPS)
+        for part in optimizer.param_groups:
+            part["lr"] = settings.lr * min(1.0, step / RAMP_STEPS)
         logs = list(episodes(step, settings.episodes))
         if drills is not None and settings.drills:
             logs += drills(step, settings.drills)
-        loss = _step(model, optimizer, balance, [Sample.from_log(log, 0.0) for log in logs])
+        samples = [Sample.from_log(log, 0.0) for log in logs]
+        loss, stopping = _step(model, optimizer, balance, samples, group, stopping=stop())
         tokens += sum(len(log) for log in logs)
         if not math.isfinite(loss):
             raise TrainError(f"warm-up step {step}: the loss is not finite", remedy="Lower warmup.lr.")
         if step % settings.check_every == 0:
-            accuracy = demonstrated_accuracy(model, dev)
-            skill = sampled_share(model, dev_drills)
+            accuracy = demonstrated_accuracy(model, dev, group)
+            skill = sampled_share(model, dev_drills, group)
         progress(step, loss, accuracy)
         if accuracy >= settings.stop_at and skill >= settings.drill_at:
             return WarmupReport(steps=step, loss=loss, accuracy=accuracy, drills=skill, stopped_early=True,
                                 tokens=tokens)
-        stopping = stop()
-        if checkpoints and (stopping or time.monotonic() - kept > CHECKPOINT_S):
+        if checkpoints and group.rank == 0 and (stopping or time.monotonic() - kept > CHECKPOINT_S):
             tensors = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             plain = {"accuracy": accuracy, "skill": skill, "tokens": tokens}
             checkpoint.save(checkpoints, Checkpoint(step, tensors, plain))
@@ -107,44 +114,70 @@ def warm_up(model: K3ForCausalLM, settings: WarmupSection, *, episodes: Source, 
                         tokens=tokens)
 
 
-def _step(model: K3ForCausalLM, optimizer: torch.optim.Optimizer, balance: RouterBalance,
-          samples: Sequence[Sample]) -> float:
-    """One optimizer step of mean cross-entropy over all chosen tokens."""
+def _step(model: K3ForCausalLM, optimizer: torch.optim.Optimizer, balance: RouterBalance, samples: Sequence[Sample],
+          group: Group, *, stopping: bool) -> tuple[float, bool]:
+    """One optimizer step of mean cross-entropy over all chosen tokens, of which this rank computes its part. Returns
+    the loss, and whether any rank is `stopping`."""
     optimizer.zero_grad(set_to_none=True)
     total = sum(s.num_sampled for s in samples)
     loss = 0.0
-    for batch in micro_batches(samples, max_tokens=MICRO_BATCH_TOKENS):
+    for batch in micro_batches(_part(samples, group), max_tokens=MICRO_BATCH_TOKENS):
         balance.mask = batch.real
         logits = model(batch.ids, select=batch.select, observer=balance)
         part = F.cross_entropy(logits.float(), batch.targets, reduction="sum") / total
         part.backward()
         loss += float(part.detach())
+    if group.size > 1:
+        loss, stopping = _sum_gradients(model, group, loss, stopping=stopping)
+        balance.reduce(group)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=False)
     if math.isfinite(loss):
         optimizer.step()
         balance.apply()
-    return loss
+    return loss, stopping
+
+
+def _part(samples: Sequence[Sample], group: Group) -> list[Sample]:
+    """This rank's samples: every size-th by length, so that all ranks have about as much to do."""
+    return sorted(samples, key=lambda s: len(s.ids))[group.rank :: group.size]
 
 
 @torch.no_grad()
-def demonstrated_accuracy(model: K3ForCausalLM, logs: Sequence[TokenLog]) -> float:
+def _sum_gradients(model: K3ForCausalLM, group: Group, loss: float, *, stopping: bool) -> tuple[float, bool]:
+    """Sum gradients, loss and the wish to stop over ranks, in one message."""
+    parameters = list(model.parameters())
+    parts = [(torch.zeros_like(p) if p.grad is None else p.grad).float().flatten() for p in parameters]
+    summed = group.all_reduce(torch.cat([*parts, torch.tensor([loss, float(stopping)])]))
+    pieces = summed[:-2].split([p.numel() for p in parameters])
+    for p, piece in zip(parameters, pieces, strict=True):
+        p.grad = piece.view_as(p).to(p.dtype)
+    return float(summed[-2]), bool(summed[-1] > 0)
+
+
+@torch.no_grad()
+def demonstrated_accuracy(model: K3ForCausalLM, logs: Sequence[TokenLog], group: Group) -> float:
     """Share of logs whose every chosen token is the model's argmax."""
-    right = 0
-    for batch in micro_batches([Sample.from_log(log, 0.0) for log in logs], max_tokens=MICRO_BATCH_TOKENS):
+    right = 0.0
+    for batch in _batches(logs, group):
         hits = (model(batch.ids, select=batch.select).argmax(-1) == batch.targets).float()
         spread, mask = batch.spread(hits)
         right += int((spread.sum(-1) == mask.sum(-1)).sum())
-    return right / max(1, len(logs))
+    return float(group.all_reduce(torch.tensor(right))) / max(1, len(logs))
 
 
 @torch.no_grad()
-def sampled_share(model: K3ForCausalLM, logs: Sequence[TokenLog]) -> float:
+def sampled_share(model: K3ForCausalLM, logs: Sequence[TokenLog], group: Group) -> float:
     """Mean over logs of the probability that sampling at temperature 1 writes all chosen tokens; 1 for no logs."""
     if not logs:
         return 1.0
     total = 0.0
-    for batch in micro_batches([Sample.from_log(log, 0.0) for log in logs], max_tokens=MICRO_BATCH_TOKENS):
+    for batch in _batches(logs, group):
         logp = model(batch.ids, select=batch.select).float().log_softmax(-1)
         spread, _ = batch.spread(logp.gather(-1, batch.targets.unsqueeze(-1)).squeeze(-1))
         total += float(spread.sum(-1).exp().sum())
-    return total / len(logs)
+    return float(group.all_reduce(torch.tensor(total))) / len(logs)
+
+
+def _batches(logs: Sequence[TokenLog], group: Group) -> Iterator[MicroBatch]:
+    """This rank's part of `logs`."""
+    return micro_batches(_part([Sample.from_log(log, 0.0) for log in logs], group), max_tokens=MICRO_BATCH_TOKENS)

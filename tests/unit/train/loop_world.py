@@ -177,7 +177,7 @@ def values(**changes: Any) -> list[str]:
     """Overrides that make the recipe seconds long: 6 steps of 4 prompts x 3 samples. Keys have `__` for `.`."""
     small = {
         "task.name": f"{Path(__file__)}:PeekTask", "agent.concurrency": 8, "agent.max_sampled_tokens": 10,
-        "agent.max_model_len": 128, "sandbox.pool": 2, "warmup.max_steps": 16, "warmup.episodes": 8,
+        "agent.max_model_len": 128, "sandbox.pool": 2, "warmup.ranks": 1, "warmup.max_steps": 16, "warmup.episodes": 8,
         "warmup.drills": 0, "warmup.check_every": 8, "warmup.check_n": 4, "warmup.band": [0.0, 1.0],
         "warmup.stop_at": 1.0, "lora.rank": 2, "rl.max_steps": 6, "rl.prompts": 4, "rl.samples": 3,
         "rl.dynamic_rounds": 2, "eval.every": 3, "eval.dev_n": 8, "eval.test_n": 12, "eval.stop_at": 2.0,
