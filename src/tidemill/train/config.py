@@ -99,7 +99,8 @@ class WarmupSection:
     check_n: int = 128
     """Dev demonstrations looked at in each check."""
     stop_at: float = 0.25
-    """Stop as soon as this share of dev demonstrations is what greedy decoding would write, token for token, and ..."""
+    """Stop as soon as this share of dev demonstrations, and no more than `band` allows, is what greedy decoding would
+    write, token for token, and ..."""
     drill_at: float = 0.0
     """... a drill is sampled correctly with this mean probability (temperature 1; 0: not asked for)."""
     band: tuple[float, float] = (0.10, 0.45)

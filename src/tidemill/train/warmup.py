@@ -100,7 +100,8 @@ def warm_up(model: K3ForCausalLM, settings: WarmupSection, *, episodes: Source, 
             accuracy = demonstrated_accuracy(model, dev, group)
             skill = sampled_share(model, dev_drills, group)
         progress(step, loss, accuracy)
-        if accuracy >= settings.stop_at and skill >= settings.drill_at:
+        # Greedy decoding flips between habits from one check to the next: above the band is no place to stop either.
+        if settings.stop_at <= accuracy <= settings.band[1] and skill >= settings.drill_at:
             return WarmupReport(steps=step, loss=loss, accuracy=accuracy, drills=skill, stopped_early=True,
                                 tokens=tokens)
         if checkpoints and group.rank == 0 and (stopping or time.monotonic() - kept > CHECKPOINT_S):
