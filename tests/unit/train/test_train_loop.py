@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import time
 from pathlib import Path
@@ -67,6 +68,25 @@ def test_interrupted_it_ends_in_order_and_can_go_on(whole: Result, tmp_path: Pat
     assert not (path / "summary.json").exists()
     assert (path / "report.html").is_file()
     assert resume(path, boxes).summary["head_digest"] == whole.summary["head_digest"]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("call", [3, 60])
+def test_interrupted_in_an_evaluation_it_ends_there_and_goes_on_to_the_same_weights(
+        whole: Result, tmp_path: Path, call: int) -> None:
+    """Call 3 falls into the first look at the test split."""
+    boxes = tmp_path / "boxes"
+
+    def interrupt(number: int) -> None:
+        if number == call:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    result = run_once(tmp_path / "runs", boxes, whole.path / "base", on_call=interrupt)
+    assert result.stopped_by == "interrupted"
+    assert not list(boxes.glob("*/sb-*"))
+    looks = [r for r in read_jsonl(result.path / "events.jsonl") if r["event"] == "eval"]
+    assert len(looks) == (0 if call == 3 else 2)
+    assert resume(result.path, boxes).summary["head_digest"] == whole.summary["head_digest"]
 
 
 @pytest.mark.parametrize("control", ["frozen-engine", "zero-scale", "bit-flip", "random-reward"])
