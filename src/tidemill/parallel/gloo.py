@@ -41,7 +41,7 @@ class GlooGroup:
         try:
             store = dist.FileStore(str(meeting), size)
             # Gloo itself would wait for a rank that never comes as long as for a collective.
-            store.set(f"here{rank}", b"")
+            store.set(f"here{rank}", "yes")
             store.wait([f"here{other}" for other in range(size)], timedelta(seconds=meet_s))
             self._gloo: Any = gloo(store, rank, size, options)
         except RuntimeError as e:
