@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 from tidemill.agent.episode import Harness
 from tidemill.agent.pool import SandboxPool
 from tidemill.agent.scaffold import Scaffold
 from tidemill.agent.task import Demonstrator, Split, Task, Teacher, load_task
 from tidemill.agent.tool import ToolLimits, load_tool
-from tidemill.core.config import replace
+from tidemill.core.config import parse_config, replace
 from tidemill.core.engine_api import EngineClient
 from tidemill.core.errors import ConfigError
 from tidemill.core.sandbox_api import SandboxClient
@@ -24,7 +25,7 @@ from tidemill.engine.weights import EngineWeights
 from tidemill.model.base import BaseStore
 from tidemill.model.chat.codec import ChatCodec
 from tidemill.model.chat.tokenizer import Tokenizer, build_tokenizer
-from tidemill.model.config import K3Config
+from tidemill.model.config import K3Config, TextConfig
 from tidemill.model.lora import LoraConfig
 from tidemill.model.presets import BY_VOCABULARY
 from tidemill.train.config import RunConfig
@@ -64,10 +65,8 @@ class Plan:
                               field="model.preset")
         model = BY_VOCABULARY[config.model.preset](tokenizer.size)
         if config.model.overrides:
-            try:
-                model = replace(model, text_config=replace(model.text_config, **config.model.overrides))
-            except TypeError as e:
-                raise ConfigError(f"model.overrides: {e}", field="model.overrides") from e
+            changed = _merged(asdict(model.text_config), config.model.overrides)
+            model = replace(model, text_config=parse_config(TextConfig, changed, source="model.overrides"))
         if not isinstance(task, Demonstrator):
             raise ConfigError(f"task {task.name!r} offers no demonstrations, so this recipe has no warm-up",
                               field="task", remedy="Give it a demonstrate method (docs/tasks.md).")
@@ -116,6 +115,15 @@ class Plan:
         long = tuple((everything * (limit // len(everything) + 1))[:limit])
         rare = tuple(rng.randrange(self.tokenizer.size) for _ in range(min(96, limit)))
         return (*(tuple(log.ids[:limit]) for log in logs), long, rare)[:count]
+
+
+def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with `changes`, nested mappings key by key."""
+    out = dict(values)
+    for key, change in changes.items():
+        nested = isinstance(change, Mapping) and isinstance(out.get(key), Mapping)
+        out[key] = _merged(out[key], cast("Mapping[str, Any]", change)) if nested else change
+    return out
 
 
 def engine_config(config: RunConfig) -> EngineConfig:

@@ -102,6 +102,8 @@ async def execute(config: RunConfig, run: RunDir, *, listeners: Sequence[Listene
         metrics.event("start", recipe=config.name, seed=config.seed, max_steps=max_steps, version=__version__,
                       control=control)
         _describe_data(run, plan, config)
+        if not (run.base / MANIFEST).is_file():
+            await _try_sandbox(config, run, plan, sandboxes)
         try:
             store = await asyncio.to_thread(_base, config, run, plan, metrics, stop.is_set)
         except WarmupStopped:
@@ -165,6 +167,15 @@ async def _resume(run: RunDir, metrics: Metrics, plan: Plan, sandboxes: Sandboxe
     if count:
         removed.append(f"{count} sandboxes")
     metrics.event("resume", from_step=from_step, removed=removed)
+
+
+async def _try_sandbox(config: RunConfig, run: RunDir, plan: Plan, sandboxes: Sandboxes) -> None:
+    """Make one sandbox and end it: what would be missing after the warm-up (root, runtime, template) is missed now."""
+    async with _client(plan, sandboxes) as client:
+        if client is not None:
+            sandbox = await client.create(template=config.sandbox.template, backend=config.sandbox.backend,
+                                          lease=run.name)
+            await sandbox.kill()
 
 
 @asynccontextmanager

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from loop_world import begin, child, kill_and_resume, resume, run_once, sandboxes
+from loop_world import FileSandboxes, begin, child, kill_and_resume, resume, run_once, sandboxes
 
-from tidemill.core.errors import SandboxDiedError, TrainError
+from tidemill.core.errors import SandboxDiedError, SetupError, TrainError
 from tidemill.core.files import read_jsonl
 from tidemill.train.run import Result, execute
 from tidemill.train.run_dir import RunDir, check_exactly_once
@@ -122,3 +122,15 @@ def test_rl_does_not_start_outside_the_band(whole: Result, tmp_path: Path) -> No
         asyncio.run(execute(settings, run, sandboxes=sandboxes(tmp_path / "boxes")))
     assert not list((tmp_path / "boxes").glob("*/sb-*"))
     assert [r["new"] for r in read_jsonl(run.events) if r["event"] == "state"][-1] == "failed"
+
+
+def test_a_sandbox_that_cannot_be_made_is_missed_before_the_warm_up(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def create(self: FileSandboxes, **wanted: object) -> None:
+        raise SetupError("no template", remedy="Make one.")
+
+    monkeypatch.setattr(FileSandboxes, "create", create)
+    with pytest.raises(SetupError, match="no template"):
+        run_once(tmp_path / "runs", tmp_path / "boxes")
+    (path,) = (tmp_path / "runs").iterdir()
+    assert not any(row["event"] == "warmup" for row in read_jsonl(path / "events.jsonl"))
