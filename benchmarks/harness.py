@@ -14,6 +14,7 @@ import platform
 import random
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -143,6 +144,13 @@ def write_result(suite: str, metrics: Sequence[Metric], *, peers: dict[str, str]
         figure = f"{value['point']:.3g} [{value['lo95']:.3g}, {value['hi95']:.3g}] n={value['n']}" if value else "-"
         print(f"{suite}.{row['id']}: {figure} {row.get('unit', '')} -> {row['verdict']}")
     return path
+
+
+def conclude(text: str, path: Path, *, met: bool) -> None:
+    """Last line of a soak run: what was found, the verdict, where it lies. Exit code 1 if it is not met."""
+    print(f"{text} -> {'met' if met else 'MISSED'}; {path}")
+    if not met:
+        sys.exit(1)
 
 
 def write_soak(name: str, n: int, result: dict[str, Any], *, started: float) -> Path:

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import write_soak
+from harness import conclude, write_soak
 
 SEEDS = (1, 2, 3, 4, 5)
 RECIPE = "toolcalc"
@@ -71,7 +71,5 @@ def main() -> None:
     """Run, write, print, exit."""
     result, path = run([int(s) for s in os.environ.get("SEEDS", "").split(",") if s] or list(SEEDS))
     good = sum(1 for row in result["seeds"] if not row.get("failed"))
-    print(f"demo: after RL {result['after_mean']:.1%} [{result['after_lo95']:.1%}, {result['after_hi95']:.1%}] over "
-          f"{good} of {len(result['seeds'])} seeds -> {'met' if result['met'] else 'MISSED'}; {path}")
-    if not result["met"]:
-        sys.exit(1)
+    conclude(f"demo: after RL {result['after_mean']:.1%} [{result['after_lo95']:.1%}, {result['after_hi95']:.1%}] over "
+             f"{good} of {len(result['seeds'])} seeds", path, met=result["met"])

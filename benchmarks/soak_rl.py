@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, write_soak
+from harness import ROOT, conclude, write_soak
 
 sys.path.insert(0, str(ROOT / "tests/unit/train"))
 
@@ -106,6 +106,4 @@ def main() -> None:
            and found["finished"] == found["runs"] and found["readings_that_moved"] > 0)
     result = {"kills": killed, "controls": planted, "live": found, "met": met}
     path = write_soak("rl", killed["kills"], result, started=started)
-    print(f"rl: {json.dumps(result)} -> {'met' if met else 'MISSED'}; {path}")
-    if not met:
-        sys.exit(1)
+    conclude(f"rl: {json.dumps(result)}", path, met=met)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import write_soak
+from harness import conclude, write_soak
 
 from tidemill.core.config import read_environment
 from tidemill.core.launcher import start_time
@@ -188,9 +188,7 @@ def main(*, backend: str = "gvisor", n: int = CYCLES, readopted: int = READOPTED
     shutil.rmtree(state_dir)
     result["met"] = clean(result["cycles"]) and result["readoption"]["intact"] == readopted
     path = write_soak("sandbox", n, result, started=began)
-    print(f"sandbox: {json.dumps(result)} -> {'met' if result['met'] else 'MISSED'}; {path}")
-    if not result["met"]:
-        sys.exit(1)
+    conclude(f"sandbox: {json.dumps(result)}", path, met=result["met"])
 
 
 if __name__ == "__main__":

@@ -198,4 +198,3 @@ class EngineClient(Protocol):
     async def close(self) -> None:
         """Stop the engine; idempotent."""
         ...
-

@@ -64,8 +64,8 @@ class Loop:
     """One attempt at a run. `run()` returns why it stopped; raises TidemillError if it cannot go on."""
 
     def __init__(self, config: RunConfig, run: RunDir, parts: Parts, metrics: Metrics, progress: Progress, *,
-                 saved: Checkpoint | None = None, control: str = "", max_steps: int | None = None,
-                 stop: asyncio.Event | None = None) -> None:
+                 stop: asyncio.Event, saved: Checkpoint | None = None, control: str = "",
+                 max_steps: int | None = None) -> None:
         """`stop`: set from outside to end the run after its current step."""
         self.config, self.run_dir, self.parts, self.metrics = config, run, parts, metrics
         self.progress, self.saved, self.control = progress, saved, control
@@ -79,7 +79,7 @@ class Loop:
                                 chunk_bytes=config.sync_chunk_bytes)
         self.canary = Canary(config.canary)
         self.rollouts = Rollouts(config, parts, reward=random_reward if control == "random-reward" else None)
-        self.stop_requested = stop or asyncio.Event()
+        self.stop_requested = stop
 
     async def run(self) -> str:
         """To the end: `dev`, `steps`, `canary`, `sync-refused`, or `interrupted`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 
 import torch
@@ -46,8 +47,8 @@ def warmed_up(config: RunConfig, plan: Plan, run: RunDir, *, progress: Tell,
         for rank in range(1, size):
             argv = [sys.executable, "-m", __name__, str(run.path), str(meeting), str(rank), str(size)]
             launcher.start(f"warm-up rank {rank}", argv, log=logs[rank], env=environment)
-        group = GlooGroup(meeting, rank=0, size=size)
-        return _rank(config, plan, run, group, progress=progress, stop=stop)
+        with closing(GlooGroup(meeting, rank=0, size=size)) as group:
+            return _rank(config, plan, run, group, progress=progress, stop=stop)
     except PeerLostError as e:
         said = [line for log in logs if log.is_file() for line in log.read_text(errors="replace").splitlines()]
         raise TrainError(f"the warm-up lost one of its {size} ranks: {said[-1] if said else e}",
@@ -75,13 +76,8 @@ def main(argv: list[str]) -> None:
     run = RunDir(Path(path))
     config = parse_config(RunConfig, load_yaml(run.path / "config.resolved.yaml"), source=path)
     plan = Plan.of(config)
-    group = GlooGroup(Path(meeting), rank=int(rank), size=int(size))
-    try:
+    with closing(GlooGroup(Path(meeting), rank=int(rank), size=int(size))) as group, suppress(WarmupStopped):
         _rank(config, plan, run, group, progress=lambda step, loss, accuracy: None, stop=lambda: False)
-    except WarmupStopped:
-        return
-    finally:
-        group.close()
 
 
 if __name__ == "__main__":
