@@ -15,7 +15,7 @@ from tidemill.kernels import attn_res, conv, kda, linear, mla, moe, norm, situ
 from tidemill.kernels.pointwise import sigmoid
 from tidemill.model import lora
 from tidemill.model.adapter_view import LayerAdapter, adapter_layers
-from tidemill.model.causal_lm import K3ForCausalLM
+from tidemill.model.causal_lm import CausalLM
 from tidemill.model.config import TextConfig
 from tidemill.model.presets import tiny, toy
 
@@ -95,7 +95,7 @@ class Walk:
         ids, weights = moe.route(x, self.w[p + "gate.weight"], self.w[p + "gate.e_score_correction_bias"],
                                  c.num_experts_per_token, c.moe_renormalize, c.routed_scaling_factor)
         z = self.lin(x, layer, "block_sparse_moe.routed_expert_down_proj")
-        act = moe.SituAct(c.activation_situ_beta, c.activation_situ_linear_beta)
+        act = situ.GluAct(c.activation_situ_beta, c.activation_situ_linear_beta)
         stacks = (self.w[p + f"experts.{n}"] for n in ("w1", "w3", "w2"))
         u = moe.experts(z, ids, weights, *stacks, act, self.adapters[layer].experts)
         u = self.norm(u, layer, "block_sparse_moe.routed_expert_norm")
@@ -121,8 +121,8 @@ class Walk:
         return linear.linear(h, self.w["lm_head.weight"])
 
 
-def prepared(config_name: str) -> tuple[K3ForCausalLM, dict[str, Tensor], tuple[LayerAdapter, ...]]:
-    model = K3ForCausalLM(tiny() if config_name == "tiny" else toy(96), seed=4)
+def prepared(config_name: str) -> tuple[CausalLM, dict[str, Tensor], tuple[LayerAdapter, ...]]:
+    model = CausalLM(tiny() if config_name == "tiny" else toy(96), seed=4)
     with torch.no_grad():
         for name, x in model.named_parameters():
             if name.endswith("res_proj.weight"):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tidemill.core.config import replace
-from tidemill.model.causal_lm import K3ForCausalLM
-from tidemill.model.config import K3Config, TextConfig
+from tidemill.model.causal_lm import CausalLM
+from tidemill.model.config import ModelConfig, TextConfig
 from tidemill.model.presets import tiny, toy
 
 Weights = dict[str, Tensor]
@@ -137,9 +137,9 @@ class Reference:
         return self.w["lm_head.weight"] @ h
 
 
-def lively(config: K3Config, seed: int) -> K3ForCausalLM:
+def lively(config: ModelConfig, seed: int) -> CausalLM:
     """A model in which no mechanism is idle: gains spread, pseudo-queries, biases and decay far from their start."""
-    model = K3ForCausalLM(config, seed=seed)
+    model = CausalLM(config, seed=seed)
     gen = torch.Generator().manual_seed(seed + 1)
     heads = config.text_config.linear_attn_config.num_heads
     with torch.no_grad():
@@ -160,8 +160,8 @@ def lively(config: K3Config, seed: int) -> K3ForCausalLM:
     return model
 
 
-def variant(**changes: object) -> K3Config:
-    return K3Config(text_config=replace(tiny().text_config, **changes))
+def variant(**changes: object) -> ModelConfig:
+    return ModelConfig(text_config=replace(tiny().text_config, **changes))
 
 
 CONFIGS = {
@@ -198,10 +198,10 @@ def test_forward_equals_the_reference(name: str) -> None:
 
 def test_training_in_bf16_stays_close() -> None:
     """No tight bound exists: on random models one rounding flips a choice of experts. Most rows must be near."""
-    model = K3ForCausalLM(tiny(), seed=2)
-    half = K3ForCausalLM(tiny(dtype="bfloat16"), initialise=False)
+    model = CausalLM(tiny(), seed=2)
+    half = CausalLM(tiny(dtype="bfloat16"), initialise=False)
     half.load_state_dict({k: v.to(half.state_dict()[k].dtype) for k, v in model.state_dict().items()})
-    rounded = K3ForCausalLM(tiny(), initialise=False)
+    rounded = CausalLM(tiny(), initialise=False)
     rounded.load_state_dict({k: v.float() for k, v in half.state_dict().items()})
     ids = torch.randint(0, 96, (2, 30), generator=torch.Generator().manual_seed(1))
     got, want = half(ids), rounded(ids)

@@ -36,7 +36,7 @@ from tidemill.kernels import kda, mxfp4
 from tidemill.kernels.linear import linear
 from tidemill.model import presets
 from tidemill.model.base import BaseStore, write_base
-from tidemill.model.causal_lm import K3ForCausalLM
+from tidemill.model.causal_lm import CausalLM
 from tidemill.model.lora import LoraConfig, attach, build_manifest, export_adapter
 from tidemill.model.tensor_bytes import tensor_bytes
 from tidemill.sandbox.client import LocalSandboxClient
@@ -172,7 +172,7 @@ def _mxfp4() -> str:
 
 def _engine() -> str:
     with tempfile.TemporaryDirectory() as folder:
-        write_base(Path(folder), K3ForCausalLM(presets.tiny(), seed=3))
+        write_base(Path(folder), CausalLM(presets.tiny(), seed=3))
         return asyncio.run(_engine_contract(BaseStore.open(Path(folder))))
 
 
@@ -208,7 +208,7 @@ def _figures(c: Completion) -> tuple[object, ...]:
 
 def _adapter() -> str:
     with tempfile.TemporaryDirectory() as folder:
-        model = K3ForCausalLM(presets.tiny(), seed=3)
+        model = CausalLM(presets.tiny(), seed=3)
         write_base(Path(folder), model)
         store = BaseStore.open(Path(folder))
         lora = LoraConfig(rank=2, alpha=4)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tidemill.core.errors import InputError
 from tidemill.model.base import write_base
-from tidemill.model.causal_lm import K3ForCausalLM
+from tidemill.model.causal_lm import CausalLM
 from tidemill.model.chat import build_tokenizer
 from tidemill.model.presets import BY_VOCABULARY
 
@@ -16,5 +16,5 @@ def write_random_model(preset: str, folder: Path, *, seed: int = 0) -> None:
     if preset not in BY_VOCABULARY:
         raise InputError(f"no preset {preset!r}: expected {', '.join(BY_VOCABULARY)}", field="model")
     tokenizer = build_tokenizer()
-    write_base(folder, K3ForCausalLM(BY_VOCABULARY[preset](tokenizer.size), seed=seed))
+    write_base(folder, CausalLM(BY_VOCABULARY[preset](tokenizer.size), seed=seed))
     tokenizer.save(folder)

@@ -21,7 +21,6 @@ from tidemill.kernels.conv import short_conv, short_conv_rows
 from tidemill.kernels.linear import linear
 from tidemill.kernels.norm import gated_rms_norm, rms_norm
 from tidemill.kernels.pointwise import sigmoid
-from tidemill.kernels.situ import situ_glu
 from tidemill.model.adapter_view import Factors, LayerAdapter
 
 REVISION = "torch-rows/1"
@@ -50,30 +49,31 @@ class Runner:
         sources = p.unsqueeze(1)
         for index, layer in enumerate(w.layers):
             lora = adapter.layers[index] if adapter else None
-            a = p if index == 0 else mix(_with_last(sources, p), layer.attn_query, c.rms_norm_eps)
-            starts_block = index % c.attn_res_block_size == 0
+            a = p if index == 0 else self._residual(sources, p, layer.attn_query)
             x = rms_norm(a, layer.input_norm, c.rms_norm_eps)
             if isinstance(layer.attention, KdaWeights):
                 y = self._kda(index, layer.attention, x, batch, lora)
             else:
                 assert plan is not None
                 y = self._mla(index, layer.attention, x, batch, plan, lora)
-            if starts_block:
+            if c.starts_block(index):
                 # The finished block joins the bank (at layer 0: the embedding, as the only row) and p starts anew.
                 sources = torch.cat([sources if index == 0 else _with_last(sources, p), y.unsqueeze(1)], dim=1)
                 p = y
             else:
                 p = p + y
-            m = mix(_with_last(sources, p), layer.ffn_query, c.rms_norm_eps)
-            x = rms_norm(m, layer.post_norm, c.rms_norm_eps)
+            x = rms_norm(self._residual(sources, p, layer.ffn_query), layer.post_norm, c.rms_norm_eps)
             p = p + (self._dense(layer.ffn, x, lora) if isinstance(layer.ffn, DenseWeights)
                      else self._moe(layer.ffn, x, lora))
-        h = mix(_with_last(sources, p), w.output_query, c.rms_norm_eps)
-        return rms_norm(h, w.norm, c.rms_norm_eps)
+        return rms_norm(self._residual(sources, p, w.output_query), w.norm, c.rms_norm_eps)
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Logits [len(rows), vocab] of chosen rows, in the model's dtype."""
         return linear(hidden.index_select(0, rows), self._w.lm_head)
+
+    def _residual(self, sources: Tensor, p: Tensor, query: Tensor | None) -> Tensor:
+        """What a sublayer reads: the mixture over the bank and p, or without mixtures p itself."""
+        return p if query is None else mix(_with_last(sources, p), query, self._c.rms_norm_eps)
 
     def _plan_tiles(self, batch: Batch) -> mla.TilePlan:
         """Attention's work items, the same for every MLA layer: each row sees its past and itself."""
@@ -86,7 +86,10 @@ class Runner:
         heads, dim, width = self._linear.num_heads, self._linear.head_dim, self._linear.width
         rows = batch.num_rows
         u = linear(x, w.in_proj)
-        qkv, gate, f_a, b = u.split([3 * width, width, dim, heads], dim=1)
+        gate_width = width if w.g_b_proj is None else dim
+        qkv, gate, f_a, b = u.split([3 * width, gate_width, dim, heads], dim=1)
+        if w.g_b_proj is not None:
+            gate = linear(gate, w.g_b_proj)
         z = linear(f_a, w.f_b_proj)[:rows].view(rows, heads, dim)
         mixed = self._convolve(index, qkv[:rows], w.conv, batch)
         q, k, v = (part.view(rows, heads, dim) for part in mixed.split(width, dim=1))
@@ -125,11 +128,15 @@ class Runner:
              lora: LayerAdapter | None) -> Tensor:
         c, rows = self._c, batch.num_rows
         heads, nope, pe, rank = c.num_attention_heads, c.qk_nope_head_dim, c.qk_rope_head_dim, c.kv_lora_rank
-        q_a, kv, gate = linear(x, w.in_proj).split([c.q_lora_rank, rank + pe, heads * c.v_head_dim], dim=1)
+        u = linear(x, w.in_proj)
+        q_width = c.q_lora_rank or heads * (nope + pe)
+        q, kv, gate = u[:, :q_width], u[:, q_width : q_width + rank + pe], u[:, q_width + rank + pe :]
         if lora:
-            q_a = _plus(q_a, x, lora.get("self_attn.q_a_proj"))
+            q = _plus(q, x, lora.get("self_attn.q_a_proj"))
             kv = _plus(kv, x, lora.get("self_attn.kv_a_proj_with_mqa"))
-        q = linear(rms_norm(q_a.contiguous(), w.q_norm, c.mla_latent_norm_eps), w.q_b_proj).view(-1, heads, nope + pe)
+        if w.q_norm is not None and w.q_b_proj is not None:
+            q = linear(rms_norm(q.contiguous(), w.q_norm, c.mla_latent_norm_eps), w.q_b_proj)
+        q = q.reshape(-1, heads, nope + pe)
         latent = torch.cat([rms_norm(kv[:, :rank].contiguous(), w.kv_norm, c.mla_latent_norm_eps), kv[:, rank:]], dim=1)
         pages = self._pools.latents[index]
         pages.view(-1, rank + pe).index_copy_(0, batch.latent_rows, latent[:rows])
@@ -137,7 +144,9 @@ class Runner:
         o_lat = x.new_zeros((x.shape[0], heads, rank))
         o_lat[:rows] = mla.absorbed_tiles(q_lat[:rows], q[:rows, :, nope:], pages, c.mla_scale, plan)
         o = mla.head_matmul(o_lat, w.uv).view(-1, heads * c.v_head_dim)
-        return _adapted((o.float() * sigmoid(gate)).to(x.dtype), w.o_proj, lora and lora.get("self_attn.o_proj"))
+        if c.mla_use_output_gate:
+            o = (o.float() * sigmoid(gate)).to(x.dtype)
+        return _adapted(o, w.o_proj, lora and lora.get("self_attn.o_proj"))
 
     def _dense(self, w: DenseWeights, x: Tensor, lora: LayerAdapter | None) -> Tensor:
         return self._glu(linear(x, w.gate_up), x, w.down_proj, lora, "mlp.")
@@ -145,22 +154,21 @@ class Runner:
     def _moe(self, w: MoeWeights, x: Tensor, lora: LayerAdapter | None) -> Tensor:
         c = self._c
         u = linear(x, w.in_proj)
-        z = u[:, 2 * c.shared_intermediate_size :].contiguous()
+        z = x if w.up_proj is None else u[:, 2 * c.shared_intermediate_size :].contiguous()
         ids, weights = moe.route(x, w.router, w.bias, c.num_experts_per_token, c.moe_renormalize,
                                  c.routed_scaling_factor)
-        act = moe.SituAct(c.activation_situ_beta, c.activation_situ_linear_beta)
-        y = moe.experts(z, ids, weights, w.w1, w.w3, w.w2, act, lora.experts if lora else None)
+        y = moe.experts(z, ids, weights, w.w1, w.w3, w.w2, c.glu_act, lora.experts if lora else None)
         if w.norm is not None:
             y = rms_norm(y, w.norm, c.rms_norm_eps)
         shared = self._glu(u[:, : 2 * c.shared_intermediate_size], x, w.down_proj, lora,
                            "block_sparse_moe.shared_experts.")
-        return linear(y, w.up_proj) + shared
+        return (y if w.up_proj is None else linear(y, w.up_proj)) + shared
 
     def _glu(self, gate_up: Tensor, x: Tensor, down: Tensor, lora: LayerAdapter | None, prefix: str) -> Tensor:
         gate, up = gate_up.chunk(2, dim=1)
         if lora:
             gate, up = _plus_pair(gate, up, x, lora.get(prefix + "gate_proj"), lora.get(prefix + "up_proj"))
-        h = situ_glu(gate, up, self._c.activation_situ_beta, self._c.activation_situ_linear_beta)
+        h = self._c.glu_act(gate, up)
         return _adapted(h, down, lora and lora.get(prefix + "down_proj"))
 
 

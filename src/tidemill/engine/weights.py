@@ -21,9 +21,11 @@ from tidemill.model.config import TextConfig
 
 @dataclass(slots=True)
 class KdaWeights:
-    """in_proj[3P + P + D + H, d]: q|k|v, output gate, f_a, b side by side. conv[3P, 4] fp32."""
+    """in_proj[3P + G + D + H, d]: q|k|v, output gate, f_a, b side by side; G = P, or D of the gate's low rank, whose
+    second map is then g_b_proj[P, D]. conv[3P, 4]."""
 
     in_proj: Tensor
+    g_b_proj: Tensor | None
     conv: Tensor
     f_b_proj: Tensor
     a_log: Tensor
@@ -34,11 +36,12 @@ class KdaWeights:
 
 @dataclass(slots=True)
 class MlaWeights:
-    """in_proj[q_lora + (r + p) + H v, d]: q_a, kv_a, output gate. uk[H, nope, r], uv[H, r, v]."""
+    """in_proj[Q + (r + p) + H v, d]: q_a (or the whole q without a latent), kv_a, output gate if there is one.
+    uk[H, nope, r], uv[H, r, v]."""
 
     in_proj: Tensor
-    q_norm: Tensor
-    q_b_proj: Tensor
+    q_norm: Tensor | None
+    q_b_proj: Tensor | None
     kv_norm: Tensor
     uk: Tensor
     uv: Tensor
@@ -55,7 +58,7 @@ class DenseWeights:
 
 @dataclass(slots=True)
 class MoeWeights:
-    """in_proj[2 S + l, d]: shared gate, shared up, latent down. w1, w3[E, I, l], w2[E, l, I]."""
+    """in_proj[2 S + l, d]: shared gate, shared up, latent down (if there is a latent). w1, w3[E, I, l], w2[E, l, I]."""
 
     router: Tensor
     bias: Tensor
@@ -64,18 +67,18 @@ class MoeWeights:
     w3: Tensor
     w2: Tensor
     norm: Tensor | None
-    up_proj: Tensor
+    up_proj: Tensor | None
     down_proj: Tensor
 
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One decoder layer. Queries are fp32 [d]: gain times pseudo-query of the residual mixture."""
+    """One decoder layer. Queries are fp32 [d]: gain times pseudo-query of the residual mixture; None without one."""
 
     input_norm: Tensor
     post_norm: Tensor
-    attn_query: Tensor
-    ffn_query: Tensor
+    attn_query: Tensor | None
+    ffn_query: Tensor | None
     attention: KdaWeights | MlaWeights
     ffn: DenseWeights | MoeWeights
 
@@ -141,9 +144,11 @@ class EngineWeights:
         )
 
     def _kda(self, prefix: str) -> KdaWeights:
-        get = self.source.tensor
+        get, full = self.source.tensor, self.model.linear_attn_config.use_full_rank_gate
         return KdaWeights(
-            in_proj=self._side_by_side(prefix, "q_proj", "k_proj", "v_proj", "g_proj", "f_a_proj", "b_proj"),
+            in_proj=self._side_by_side(prefix, "q_proj", "k_proj", "v_proj", "g_proj" if full else "g_a_proj",
+                                       "f_a_proj", "b_proj"),
+            g_b_proj=None if full else get(prefix + "g_b_proj.weight"),
             conv=self._side_by_side(prefix, "q_conv1d", "k_conv1d", "v_conv1d"),
             f_b_proj=get(prefix + "f_b_proj.weight"), a_log=get(prefix + "A_log"), dt_bias=get(prefix + "dt_bias"),
             o_norm=get(prefix + "o_norm.weight"), o_proj=get(prefix + "o_proj.weight"),
@@ -159,9 +164,12 @@ class EngineWeights:
                 out.copy_(part.transpose(1, 2) if transposed else part)
             return fill
 
+        has_latent = c.q_lora_rank is not None
+        gate = ("g_proj",) if c.mla_use_output_gate else ()
         return MlaWeights(
-            in_proj=self._side_by_side(prefix, "q_a_proj", "kv_a_proj_with_mqa", "g_proj"),
-            q_norm=get(prefix + "q_a_layernorm.weight"), q_b_proj=get(prefix + "q_b_proj.weight"),
+            in_proj=self._side_by_side(prefix, "q_a_proj" if has_latent else "q_proj", "kv_a_proj_with_mqa", *gate),
+            q_norm=get(prefix + "q_a_layernorm.weight") if has_latent else None,
+            q_b_proj=get(prefix + "q_b_proj.weight") if has_latent else None,
             kv_norm=get(prefix + "kv_a_layernorm.weight"),
             uk=self.derived.add((heads, nope, rank), c.torch_dtype, half(0, nope, transposed=False)),
             uv=self.derived.add((heads, rank, v), c.torch_dtype, half(nope, nope + v, transposed=True)),
@@ -173,21 +181,21 @@ class EngineWeights:
                             down_proj=self.source.tensor(prefix + "down_proj.weight"))
 
     def _moe(self, prefix: str) -> MoeWeights:
-        get = self.source.tensor
+        get, has_latent = self.source.tensor, self.model.routed_expert_hidden_size is not None
+        latent = ("routed_expert_down_proj",) if has_latent else ()
         return MoeWeights(
             router=get(prefix + "gate.weight"), bias=get(prefix + "gate.e_score_correction_bias"),
-            in_proj=self._side_by_side(prefix, "shared_experts.gate_proj", "shared_experts.up_proj",
-                                       "routed_expert_down_proj"),
+            in_proj=self._side_by_side(prefix, "shared_experts.gate_proj", "shared_experts.up_proj", *latent),
             w1=self._experts(prefix + "experts.w1"), w3=self._experts(prefix + "experts.w3"),
             w2=self._experts(prefix + "experts.w2"),
             norm=get(prefix + "routed_expert_norm.weight") if self.model.latent_moe_use_norm else None,
-            up_proj=get(prefix + "routed_expert_up_proj.weight"),
+            up_proj=get(prefix + "routed_expert_up_proj.weight") if has_latent else None,
             down_proj=get(prefix + "shared_experts.down_proj.weight"),
         )
 
     def _experts(self, name: str) -> Tensor:
         c = self.model
-        inner, latent = c.moe_intermediate_size, c.routed_expert_hidden_size
+        inner, latent = c.moe_intermediate_size, c.expert_width
         shape = (latent, inner) if name.endswith("w2") else (inner, latent)
 
         def fill(out: Tensor) -> None:
@@ -216,7 +224,10 @@ class EngineWeights:
 
         return self.derived.add((sum(p.numel() for p in parts) // columns, columns), parts[0].dtype, fill)
 
-    def _query(self, prefix: str) -> Tensor:
+    def _query(self, prefix: str) -> Tensor | None:
+        if self.model.attn_res_block_size is None:
+            return None
+
         def fill(out: Tensor) -> None:
             get = self.source.tensor
             out.copy_(get(prefix + "_norm.weight").float() * get(prefix + "_proj.weight").float().view(-1))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tidemill.kernels.moe import BiasHistogram, required_bias
-from tidemill.model.causal_lm import K3ForCausalLM
+from tidemill.model.causal_lm import CausalLM
 from tidemill.model.layers import DecoderLayer, Router
 from tidemill.parallel import Group
 
@@ -29,7 +29,7 @@ class RouterBalance:
     mask: Tensor | None = None
     """Which tokens count in the next forward; None counts all."""
 
-    def __init__(self, model: K3ForCausalLM) -> None:
+    def __init__(self, model: CausalLM) -> None:
         self._top_k = model.config.text_config.num_experts_per_token
         self._routers: dict[int, Router] = {}
         for layer in model.model.layers:

@@ -20,8 +20,8 @@ from tidemill.core.errors import IntegrityError, ManifestError
 from tidemill.core.files import write_json
 from tidemill.core.manifest import TensorEntry
 from tidemill.kernels import mxfp4
-from tidemill.model.causal_lm import K3ForCausalLM
-from tidemill.model.config import K3Config
+from tidemill.model.causal_lm import CausalLM
+from tidemill.model.config import ModelConfig
 from tidemill.model.inventory import inventory
 from tidemill.model.names import FileTensor, file_tensors, split_stacked
 from tidemill.model.tensor_bytes import TensorFile, tensor_digest, tensor_entry, write_tensors
@@ -40,7 +40,7 @@ class BaseManifest:
     base_digest: str
 
     @classmethod
-    def build(cls, config: K3Config, entries: Iterable[TensorEntry]) -> BaseManifest:
+    def build(cls, config: ModelConfig, entries: Iterable[TensorEntry]) -> BaseManifest:
         tensors = tuple(sorted(entries, key=lambda t: t.name))
         return cls(config_digest=config.digest, tensors=tensors, base_digest=_base_digest(config.digest, tensors))
 
@@ -74,7 +74,7 @@ def _base_digest(config_digest: str, tensors: tuple[TensorEntry, ...]) -> str:
     return digest_json([_SCHEMA, config_digest, [dataclasses.asdict(t) for t in tensors]])
 
 
-def write_base(folder: Path, model: K3ForCausalLM) -> BaseManifest:
+def write_base(folder: Path, model: CausalLM) -> BaseManifest:
     """Store a model: experts are encoded to MXFP4 (unless its configuration says otherwise), everything else as it is.
 
     Creates `folder` if needed. Files are replaced one by one, the manifest last, so a cut-off write is detected by
@@ -91,7 +91,7 @@ def write_base(folder: Path, model: K3ForCausalLM) -> BaseManifest:
     return manifest
 
 
-def _file_tensors_of(model: K3ForCausalLM) -> Iterator[tuple[str, Tensor]]:
+def _file_tensors_of(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
     """File tensors in storage order: the parts of one expert stack side by side, so that they map back as one view."""
     config = model.config.text_config
     state = model.state_dict()
@@ -112,7 +112,7 @@ def _file_tensors_of(model: K3ForCausalLM) -> Iterator[tuple[str, Tensor]]:
 class BaseStore:
     """An opened base. All tensors are views of the mapped file and must not be written to."""
 
-    def __init__(self, folder: Path, config: K3Config, manifest: BaseManifest, file: TensorFile) -> None:
+    def __init__(self, folder: Path, config: ModelConfig, manifest: BaseManifest, file: TensorFile) -> None:
         self.folder, self.config, self.manifest = folder, config, manifest
         self._file = file
         self._entries = {t.name: t for t in manifest.tensors}
@@ -125,7 +125,7 @@ class BaseStore:
         """Open a folder; with `verify` hash every tensor. ConfigError, ManifestError or IntegrityError naming file
         and tensor if a file is missing, cut short or corrupt, or a tensor is missing, unexpected, mis-shaped or
         changed."""
-        config = K3Config.read(folder)
+        config = ModelConfig.read(folder)
         manifest = BaseManifest.read(folder / MANIFEST)
         if manifest.config_digest != config.digest:
             raise ManifestError(f"{folder / 'config.json'} is not the configuration that {MANIFEST} was made for")
@@ -198,9 +198,9 @@ class BaseStore:
         """`decoded` of every name: what the engine and the trainer both compute on."""
         return {name: self.decoded(name) for name in self.names()}
 
-    def model(self) -> K3ForCausalLM:
+    def model(self) -> CausalLM:
         """A trainable-form model holding copies of exactly these values, all frozen (attach an adapter to train)."""
-        model = K3ForCausalLM(self.config, initialise=False)
+        model = CausalLM(self.config, initialise=False)
         model.load_state_dict(self.state_dict(), strict=True)
         return model.requires_grad_(False)
 

@@ -1,4 +1,4 @@
-"""The K3 text model for training: whole sequences in, logits out. Serving has its own walk through the same weights."""
+"""The text model for training: whole sequences in, logits out. Serving has its own walk through the same weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tidemill.core.errors import InputError
-from tidemill.model.config import K3Config
+from tidemill.model.config import ModelConfig
 from tidemill.model.initialisation import reset_parameters
 from tidemill.model.layers import DecoderLayer, Linear, RMSNorm, RoutedExperts, Weight, mixture
 from tidemill.parallel import ParallelContext, single
@@ -26,15 +26,16 @@ class ScoreObserver(Protocol):
 class TextModel(nn.Module):
     """Embedding, layers and final mixture. Parameter names below `model.` equal the checkpoint's."""
 
-    def __init__(self, config: K3Config, parallel: ParallelContext) -> None:
+    def __init__(self, config: ModelConfig, parallel: ParallelContext) -> None:
         super().__init__()
         text = config.text_config
         d, dtype = text.hidden_size, text.torch_dtype
         self.eps = text.rms_norm_eps
         self.embed_tokens = Weight(text.vocab_size, d, dtype=dtype)
         self.layers = nn.ModuleList(DecoderLayer(text, index, parallel) for index in range(text.num_hidden_layers))
-        self.output_attn_res_norm = Weight(d, dtype=dtype)
-        self.output_attn_res_proj = Weight(1, d, dtype=dtype)
+        self.mixes = text.attn_res_block_size is not None
+        if self.mixes:
+            self.output_attn_res_norm, self.output_attn_res_proj = Weight(d, dtype=dtype), Weight(1, d, dtype=dtype)
         self.norm = RMSNorm(d, text.rms_norm_eps, dtype)
 
     def forward(self, input_ids: Tensor, select: Tensor | None, observer: ScoreObserver | None) -> Tensor:
@@ -58,16 +59,18 @@ class TextModel(nn.Module):
                 observer.observe(layer.index, scores.detach())
         if select is not None:
             bank, p = [_pick(b, select) for b in bank], _pick(p, select)
-        return self.norm(mixture([*bank, p], self.output_attn_res_norm, self.output_attn_res_proj, self.eps))
+        if self.mixes:
+            p = mixture([*bank, p], self.output_attn_res_norm, self.output_attn_res_proj, self.eps)
+        return self.norm(p)
 
 
-class K3ForCausalLM(nn.Module):
+class CausalLM(nn.Module):
     """The model. `initialise=False` leaves the parameters undefined for a caller that fills all of them at once.
 
     state_dict() holds the tensors of tidemill.model.inventory (experts stacked), adapters aside.
     """
 
-    def __init__(self, config: K3Config, parallel: ParallelContext | None = None, *, seed: int = 0,
+    def __init__(self, config: ModelConfig, parallel: ParallelContext | None = None, *, seed: int = 0,
                  initialise: bool = True) -> None:
         super().__init__()
         self.config = config

@@ -1,9 +1,10 @@
 """Fresh parameters. Every tensor is initialised on purpose; a name without a rule is an error, not a default.
 
 Linear maps and the embedding N(0, initializer_range), router Kaiming-uniform (a = √5), convolutions as torch.nn.Conv1d,
-gains one, pseudo-queries zero (every residual mixture starts as a plain mean), A_log zero, dt_bias the inverse
-softplus of a log-uniform step in [1e-3, 1e-1], selection bias zero, padding token's embedding zero. Sources: K3
-technical report; flash-linear- attention for dt_bias.
+gains one, pseudo-queries zero (every residual mixture starts as a plain mean), A_log zero for the bounded decay and
+log U(1, 16) for the unbounded one, dt_bias the inverse softplus of a log-uniform step in [1e-3, 1e-1], selection bias
+zero, padding token's embedding zero. Sources: K3
+technical report; flash-linear-attention for dt_bias.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Generator, Tensor, nn
 from tidemill.model.config import TextConfig
 
 _DT_RANGE = (1e-3, 1e-1)
+_A_RANGE = (1.0, 16.0)
 _DT_FLOOR = 1e-4
 
 Fill = Callable[[Tensor, TextConfig, Generator], None]
@@ -51,6 +53,13 @@ def _kaiming(x: Tensor, config: TextConfig, generator: Generator) -> None:
     x.uniform_(-bound, bound, generator=generator)
 
 
+def _a_log(x: Tensor, config: TextConfig, generator: Generator) -> None:
+    if config.linear_attn_config.gate_lower_bound is None:
+        x.uniform_(*_A_RANGE, generator=generator).log_()
+    else:
+        x.zero_()
+
+
 def _dt_bias(x: Tensor, config: TextConfig, generator: Generator) -> None:
     low, high = (math.log(v) for v in _DT_RANGE)
     dt = x.uniform_(low, high, generator=generator).exp_().clamp_min_(_DT_FLOOR)
@@ -65,7 +74,7 @@ _RULES: tuple[tuple[str, Fill], ...] = (
     ("_conv1d.weight", _kaiming),
     ("block_sparse_moe.gate.weight", _kaiming),
     ("e_score_correction_bias", _zeros),
-    ("A_log", _zeros),
+    ("A_log", _a_log),
     ("dt_bias", _dt_bias),
     ("_proj.weight", _normal),
     ("kv_a_proj_with_mqa.weight", _normal),

@@ -19,7 +19,7 @@ from tidemill.core.digests import digest_json
 from tidemill.core.engine_api import AdapterConfig
 from tidemill.core.errors import ConfigError, IntegrityError, ManifestError
 from tidemill.core.manifest import AdapterManifest
-from tidemill.model.causal_lm import K3ForCausalLM
+from tidemill.model.causal_lm import CausalLM
 from tidemill.model.config import TextConfig
 from tidemill.model.layers import Linear, RoutedExperts
 from tidemill.model.tensor_bytes import dtype_name, tensor_digest, tensor_entry
@@ -104,14 +104,16 @@ def _layer_sites(c: TextConfig, r: int, layer: int) -> Iterator[Site]:
     is_mla = layer in c.mla_layers
     width = c.num_attention_heads * c.v_head_dim if is_mla else c.linear_attn_config.width
     if is_mla:
-        for name, out in (("q_a_proj", c.q_lora_rank), ("kv_a_proj_with_mqa", c.kv_lora_rank + c.qk_rope_head_dim)):
-            yield Site(f"{prefix}self_attn.{name}", "mla_down", (r, d), (out, r))
+        if c.q_lora_rank is not None:
+            yield Site(f"{prefix}self_attn.q_a_proj", "mla_down", (r, d), (c.q_lora_rank, r))
+        latent = c.kv_lora_rank + c.qk_rope_head_dim
+        yield Site(f"{prefix}self_attn.kv_a_proj_with_mqa", "mla_down", (r, d), (latent, r))
     yield Site(f"{prefix}self_attn.o_proj", "attn_out", (r, width), (d, r))
     if layer not in c.moe_layers:
         yield from _glu_sites(f"{prefix}mlp.", "dense", d, c.intermediate_size, r)
         return
     experts = f"{prefix}block_sparse_moe.experts."
-    count, latent, inner = c.num_experts, c.routed_expert_hidden_size, c.moe_intermediate_size
+    count, latent, inner = c.num_experts, c.expert_width, c.moe_intermediate_size
     yield Site(experts + "w1", "experts", (1, r, latent), (count, inner, r))
     yield Site(experts + "w3", "experts", (1, r, latent), (count, inner, r), shares_a_with=experts + "w1")
     yield Site(experts + "w2", "experts", (count, r, inner), (1, latent, r))
@@ -133,7 +135,7 @@ def adapter_shapes(text: TextConfig, lora: LoraConfig) -> dict[str, tuple[int, .
     return shapes
 
 
-def attach(model: K3ForCausalLM, lora: LoraConfig, *, seed: int = 0) -> list[nn.Parameter]:
+def attach(model: CausalLM, lora: LoraConfig, *, seed: int = 0) -> list[nn.Parameter]:
     """Freeze the model and give it fresh factors: A Xavier-uniform, B zero (the model's function does not change).
 
     Replaces factors attached before. Returns the trainable parameters, shared ones once, in model order.
@@ -151,7 +153,7 @@ def attach(model: K3ForCausalLM, lora: LoraConfig, *, seed: int = 0) -> list[nn.
     return _install(model, lora, tensors)
 
 
-def load_adapter(model: K3ForCausalLM, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> list[nn.Parameter]:
+def load_adapter(model: CausalLM, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> list[nn.Parameter]:
     """Freeze the model and attach exported factors (copied). Returns the trainable parameters like `attach`.
 
     ManifestError naming the tensor if one is missing, unexpected, of another shape or dtype, or if copies of a shared
@@ -183,7 +185,7 @@ def check_adapter(text: TextConfig, lora: LoraConfig, tensors: Mapping[str, Tens
             raise ManifestError(f"adapter tensors {site.a_name} and {other} must be equal (one shared factor)")
 
 
-def _install(model: K3ForCausalLM, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> list[nn.Parameter]:
+def _install(model: CausalLM, lora: LoraConfig, tensors: Mapping[str, Tensor]) -> list[nn.Parameter]:
     detach(model)
     model.requires_grad_(False)
     kind = torch.float32 if lora.dtype == "float32" else torch.bfloat16
@@ -214,7 +216,7 @@ def _install(model: K3ForCausalLM, lora: LoraConfig, tensors: Mapping[str, Tenso
     return list({id(p): p for p in made.values()}.values())
 
 
-def detach(model: K3ForCausalLM) -> None:
+def detach(model: CausalLM) -> None:
     """Remove all factors; the base stays as it is (and frozen, if it was)."""
     for module in model.modules():
         if isinstance(module, Linear):
@@ -223,7 +225,7 @@ def detach(model: K3ForCausalLM) -> None:
             module.lora_a13 = module.lora_b1 = module.lora_b3 = module.lora_a2 = module.lora_b2 = None
 
 
-def export_adapter(model: K3ForCausalLM, lora: LoraConfig) -> dict[str, Tensor]:
+def export_adapter(model: CausalLM, lora: LoraConfig) -> dict[str, Tensor]:
     """The attached factors by exported name, detached, in model order; no copies (clone before the next optimizer
     step).
 

@@ -25,7 +25,7 @@ from tidemill.engine.weights import EngineWeights
 from tidemill.model.base import BaseStore
 from tidemill.model.chat.codec import ChatCodec
 from tidemill.model.chat.tokenizer import Tokenizer, build_tokenizer
-from tidemill.model.config import K3Config, TextConfig
+from tidemill.model.config import ModelConfig, TextConfig
 from tidemill.model.lora import LoraConfig
 from tidemill.model.presets import BY_VOCABULARY
 from tidemill.train.config import RunConfig
@@ -51,7 +51,7 @@ class Plan:
     task: Task
     tokenizer: Tokenizer
     scaffold: Scaffold
-    model: K3Config
+    model: ModelConfig
 
     @classmethod
     def of(cls, config: RunConfig) -> Plan:

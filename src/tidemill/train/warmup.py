@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from tidemill.core.errors import TrainError
 from tidemill.core.token_log import TokenLog
 from tidemill.model.balance import RouterBalance
-from tidemill.model.causal_lm import K3ForCausalLM
+from tidemill.model.causal_lm import CausalLM
 from tidemill.model.layers import RoutedExperts
 from tidemill.parallel import Group, SoloGroup
 from tidemill.train import checkpoint
@@ -60,7 +60,7 @@ class WarmupStopped(Exception):  # noqa: N818 - nothing went wrong
     """The warm-up was asked to stop and has left a checkpoint."""
 
 
-def warm_up(model: K3ForCausalLM, settings: WarmupSection, *, episodes: Source, drills: Source | None,
+def warm_up(model: CausalLM, settings: WarmupSection, *, episodes: Source, drills: Source | None,
             dev: Sequence[TokenLog], progress: Callable[[int, float, float], None],
             dev_drills: Sequence[TokenLog] = (), checkpoints: Path | None = None,
             stop: Callable[[], bool] = lambda: False, group: Group = ALONE) -> WarmupReport:
@@ -115,7 +115,7 @@ def warm_up(model: K3ForCausalLM, settings: WarmupSection, *, episodes: Source, 
                         tokens=tokens)
 
 
-def _step(model: K3ForCausalLM, optimizer: torch.optim.Optimizer, balance: RouterBalance, samples: Sequence[Sample],
+def _step(model: CausalLM, optimizer: torch.optim.Optimizer, balance: RouterBalance, samples: Sequence[Sample],
           group: Group, *, stopping: bool) -> tuple[float, bool]:
     """One optimizer step of mean cross-entropy over all chosen tokens, of which this rank computes its part. Returns
     the loss, and whether any rank is `stopping`."""
@@ -144,7 +144,7 @@ def _part(samples: Sequence[Sample], group: Group) -> list[Sample]:
 
 
 @torch.no_grad()
-def _sum_gradients(model: K3ForCausalLM, group: Group, loss: float, *, stopping: bool) -> tuple[float, bool]:
+def _sum_gradients(model: CausalLM, group: Group, loss: float, *, stopping: bool) -> tuple[float, bool]:
     """Sum gradients, loss and the wish to stop over ranks, in one message."""
     parameters = list(model.parameters())
     parts = [(torch.zeros_like(p) if p.grad is None else p.grad).float().flatten() for p in parameters]
@@ -156,7 +156,7 @@ def _sum_gradients(model: K3ForCausalLM, group: Group, loss: float, *, stopping:
 
 
 @torch.no_grad()
-def demonstrated_accuracy(model: K3ForCausalLM, logs: Sequence[TokenLog], group: Group) -> float:
+def demonstrated_accuracy(model: CausalLM, logs: Sequence[TokenLog], group: Group) -> float:
     """Share of logs whose every chosen token is the model's argmax."""
     right = 0.0
     for batch in _batches(logs, group):
@@ -167,7 +167,7 @@ def demonstrated_accuracy(model: K3ForCausalLM, logs: Sequence[TokenLog], group:
 
 
 @torch.no_grad()
-def sampled_share(model: K3ForCausalLM, logs: Sequence[TokenLog], group: Group) -> float:
+def sampled_share(model: CausalLM, logs: Sequence[TokenLog], group: Group) -> float:
     """Mean over logs of the probability that sampling at temperature 1 writes all chosen tokens; 1 for no logs."""
     if not logs:
         return 1.0

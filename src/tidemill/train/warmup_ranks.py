@@ -19,7 +19,7 @@ from tidemill.agent.task import Split
 from tidemill.core.config import load_yaml, parse_config
 from tidemill.core.errors import TrainError
 from tidemill.core.launcher import LocalLauncher
-from tidemill.model.causal_lm import K3ForCausalLM
+from tidemill.model.causal_lm import CausalLM
 from tidemill.parallel import GlooGroup, Group, PeerLostError, SoloGroup
 from tidemill.train.config import RunConfig
 from tidemill.train.parts import Plan
@@ -31,7 +31,7 @@ Tell = Callable[[int, float, float], None]
 
 
 def warmed_up(config: RunConfig, plan: Plan, run: RunDir, *, progress: Tell,
-              stop: Callable[[], bool]) -> tuple[K3ForCausalLM, WarmupReport]:
+              stop: Callable[[], bool]) -> tuple[CausalLM, WarmupReport]:
     """A fresh model and its warm-up, by `config.warmup.ranks` processes. Raises TrainError if one of them is lost,
     WarmupStopped if `stop` says so. No process is left either way."""
     size = config.warmup.ranks
@@ -59,10 +59,10 @@ def warmed_up(config: RunConfig, plan: Plan, run: RunDir, *, progress: Tell,
 
 
 def _rank(config: RunConfig, plan: Plan, run: RunDir, group: Group, *, progress: Tell,
-          stop: Callable[[], bool]) -> tuple[K3ForCausalLM, WarmupReport]:
+          stop: Callable[[], bool]) -> tuple[CausalLM, WarmupReport]:
     """One rank's part; the same arguments everywhere make the same model everywhere."""
     torch.set_num_threads(config.threads)
-    model = K3ForCausalLM(plan.model, seed=config.seed)
+    model = CausalLM(plan.model, seed=config.seed)
     episodes, drills = plan.warmup_sources(config.seed)
     dev = plan.demonstrations(Split.DEV, 0, config.warmup.check_n, EVAL_SEED)
     report = warm_up(model, config.warmup, episodes=episodes, drills=drills, dev=dev, progress=progress,

@@ -22,7 +22,7 @@ from tidemill.engine.core import EngineCore
 from tidemill.engine.weights import EngineWeights
 from tidemill.model import presets
 from tidemill.model.base import BaseStore, write_base
-from tidemill.model.causal_lm import K3ForCausalLM
+from tidemill.model.causal_lm import CausalLM
 
 
 class Nudged:
@@ -45,7 +45,7 @@ class Nudged:
 @pytest.fixture
 def base(tmp_path: Path, stage: Any) -> Path:
     torch.set_num_threads(1)
-    write_base(tmp_path / "base", K3ForCausalLM(presets.toy(stage.codec.vocabulary.size), seed=1))
+    write_base(tmp_path / "base", CausalLM(presets.toy(stage.codec.vocabulary.size), seed=1))
     return tmp_path / "base"
 
 

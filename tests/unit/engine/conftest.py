@@ -18,13 +18,13 @@ from tidemill.engine.core import EngineCore
 from tidemill.engine.weights import EngineWeights
 from tidemill.model import presets
 from tidemill.model.base import BaseStore, write_base
-from tidemill.model.causal_lm import K3ForCausalLM
-from tidemill.model.config import K3Config
+from tidemill.model.causal_lm import CausalLM
+from tidemill.model.config import ModelConfig
 from tidemill.model.lora import LoraConfig, adapter_shapes, build_manifest
 from tidemill.model.tensor_bytes import tensor_bytes
 
 
-def spread(model: K3ForCausalLM, seed: int) -> K3ForCausalLM:
+def spread(model: CausalLM, seed: int) -> CausalLM:
     """Give every tensor values that switch every mechanism on: gains, biases, decays and queries all spread out."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -51,15 +51,15 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of random bases: `tiny` (7 layers, vocabulary 96) and `toy` (4 layers, vocabulary 128) in fp32 with every
     mechanism spread out, `bf16` is tiny in bfloat16, `fresh` is toy as training starts from it."""
     torch.set_num_threads(1)
-    configs: dict[str, K3Config] = {"tiny": presets.tiny(96), "toy": presets.toy(128)}
+    configs: dict[str, ModelConfig] = {"tiny": presets.tiny(96), "toy": presets.toy(128)}
     folders: dict[str, Path] = {}
     for seed, (name, config) in enumerate(configs.items()):
         folders[name] = tmp_path_factory.mktemp("bases") / name
-        write_base(folders[name], spread(K3ForCausalLM(config), seed))
+        write_base(folders[name], spread(CausalLM(config), seed))
     folders["bf16"] = tmp_path_factory.mktemp("bases") / "bf16"
-    write_base(folders["bf16"], spread(K3ForCausalLM(presets.tiny(96, dtype="bfloat16")), seed=6))
+    write_base(folders["bf16"], spread(CausalLM(presets.tiny(96, dtype="bfloat16")), seed=6))
     folders["fresh"] = tmp_path_factory.mktemp("bases") / "fresh"
-    write_base(folders["fresh"], K3ForCausalLM(presets.toy(128), seed=4))
+    write_base(folders["fresh"], CausalLM(presets.toy(128), seed=4))
     return folders
 
 
@@ -135,7 +135,7 @@ def request(ids: Sequence[int], *, name: str, session: str | None = None, scores
 class Adapter:
     """Random exported factors for a base, cut into chunks of about 8 KiB."""
 
-    def __init__(self, config: K3Config, *, seed: int, **lora: Any) -> None:
+    def __init__(self, config: ModelConfig, *, seed: int, **lora: Any) -> None:
         self.config = config
         self.lora = LoraConfig(**({"rank": 4, "alpha": 8.0} | lora))
         generator = torch.Generator().manual_seed(seed)

@@ -10,7 +10,7 @@ from torch.autograd import gradcheck
 from tidemill.core.errors import InputError
 from tidemill.kernels import moe, situ
 
-ACT = moe.SituAct(4.0, 25.0)
+ACT = situ.GluAct(4.0, 25.0)
 
 
 @pytest.fixture(autouse=True)

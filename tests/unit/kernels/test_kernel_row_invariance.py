@@ -149,7 +149,7 @@ def test_routing_and_experts(
     z = cancelling(gen, ROWS, latent, sign=-1.0).to(dtype)
     w1, w3 = (cancelling(gen, experts, inner, latent, sign=1.0).to(dtype) for _ in range(2))
     w2 = rand(gen, experts, latent, inner).to(dtype)
-    act = moe.SituAct(4.0, 25.0)
+    act = situ.GluAct(4.0, 25.0)
     factors = moe.ExpertLora(
         cancelling(gen, 5, latent, sign=1.0).to(dtype), rand(gen, experts, inner, 5).to(dtype),
         rand(gen, experts, inner, 5).to(dtype), rand(gen, experts, 5, inner).to(dtype),

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tidemill.core.errors import ConfigError, IntegrityError, ManifestError
 from tidemill.kernels import mxfp4
 from tidemill.model.base import MANIFEST, WEIGHTS, BaseStore, write_base
-from tidemill.model.causal_lm import K3ForCausalLM
+from tidemill.model.causal_lm import CausalLM
 from tidemill.model.presets import tiny
 from tidemill.model.tensor_bytes import TensorFile, write_tensors
 
@@ -25,17 +25,17 @@ PART = "model.layers.1.block_sparse_moe.experts.3.w1.weight_packed"
 
 
 @pytest.fixture
-def model() -> K3ForCausalLM:
-    return K3ForCausalLM(tiny(), seed=1)
+def model() -> CausalLM:
+    return CausalLM(tiny(), seed=1)
 
 
 @pytest.fixture
-def folder(tmp_path: Path, model: K3ForCausalLM) -> Path:
+def folder(tmp_path: Path, model: CausalLM) -> Path:
     write_base(tmp_path / "base", model)
     return tmp_path / "base"
 
 
-def test_round_trip(folder: Path, model: K3ForCausalLM) -> None:
+def test_round_trip(folder: Path, model: CausalLM) -> None:
     store = BaseStore.open(folder)
     assert store.config == tiny()
     for name, x in model.state_dict().items():
@@ -54,7 +54,7 @@ def test_experts_map_as_one_view(folder: Path) -> None:
     assert first.data_ptr() == second.data_ptr()
 
 
-def test_the_trainers_model_computes_on_the_stored_bytes_and_is_frozen(folder: Path, model: K3ForCausalLM) -> None:
+def test_the_trainers_model_computes_on_the_stored_bytes_and_is_frozen(folder: Path, model: CausalLM) -> None:
     frozen = BaseStore.open(folder).model()
     assert not any(p.requires_grad for p in frozen.parameters())
     ids = torch.randint(0, 96, (2, 17))
@@ -63,7 +63,7 @@ def test_the_trainers_model_computes_on_the_stored_bytes_and_is_frozen(folder: P
         assert torch.equal(frozen(ids), model(ids))
 
 
-def test_digest_is_of_content_not_of_place_or_time(folder: Path, model: K3ForCausalLM, tmp_path: Path) -> None:
+def test_digest_is_of_content_not_of_place_or_time(folder: Path, model: CausalLM, tmp_path: Path) -> None:
     again = write_base(tmp_path / "other", model)
     assert again.base_digest == BaseStore.open(folder).digest
     with torch.no_grad():
@@ -72,12 +72,12 @@ def test_digest_is_of_content_not_of_place_or_time(folder: Path, model: K3ForCau
 
 
 def test_writing_over_a_base_replaces_it(folder: Path) -> None:
-    manifest = write_base(folder, K3ForCausalLM(tiny(), seed=2))
+    manifest = write_base(folder, CausalLM(tiny(), seed=2))
     assert BaseStore.open(folder).digest == manifest.base_digest
     assert sorted(p.name for p in folder.iterdir()) == sorted([MANIFEST, WEIGHTS, "config.json"])
 
 
-def test_the_safetensors_library_reads_the_file(folder: Path, model: K3ForCausalLM) -> None:
+def test_the_safetensors_library_reads_the_file(folder: Path, model: CausalLM) -> None:
     with safe_open(folder / WEIGHTS, "pt") as f:
         assert torch.equal(f.get_tensor("lm_head.weight"), model.lm_head.weight)
         assert f.get_tensor(PART).dtype is torch.uint8
@@ -97,7 +97,7 @@ def test_unquantised_experts(tmp_path: Path) -> None:
     data = tiny().to_json()
     del data["text_config"]["quantization_config"]
     config = type(tiny()).from_json(data)
-    model = K3ForCausalLM(config, seed=1)
+    model = CausalLM(config, seed=1)
     write_base(tmp_path, model)
     store = BaseStore.open(tmp_path)
     assert torch.equal(store.tensor(STACK), model.state_dict()[STACK])

@@ -8,8 +8,8 @@ import torch
 from tidemill.core.errors import ConfigError, InputError
 from tidemill.kernels import mxfp4
 from tidemill.model.balance import RouterBalance
-from tidemill.model.causal_lm import K3ForCausalLM
-from tidemill.model.config import K3Config
+from tidemill.model.causal_lm import CausalLM
+from tidemill.model.config import ModelConfig
 from tidemill.model.inventory import inventory
 from tidemill.model.layers import DecoderLayer, LatentMoE
 from tidemill.model.presets import tiny, toy
@@ -18,8 +18,8 @@ from tidemill.parallel import ParallelContext, SoloGroup, share, single
 
 
 @pytest.fixture(scope="module")
-def model() -> K3ForCausalLM:
-    return K3ForCausalLM(tiny(), seed=3)
+def model() -> CausalLM:
+    return CausalLM(tiny(), seed=3)
 
 
 @pytest.fixture
@@ -28,14 +28,14 @@ def ids() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("config", [tiny(), toy(64), tiny(dtype="bfloat16")])
-def test_state_dict_is_the_inventory(config: K3Config) -> None:
-    state = K3ForCausalLM(config).state_dict()
+def test_state_dict_is_the_inventory(config: ModelConfig) -> None:
+    state = CausalLM(config).state_dict()
     want = {name: (spec.shape, f"torch.{spec.dtype}") for name, spec in inventory(config.text_config).items()}
     assert {name: (tuple(x.shape), str(x.dtype)) for name, x in state.items()} == want
 
 
 def test_every_parameter_is_initialised_on_purpose() -> None:
-    one, same, other = (K3ForCausalLM(tiny(), seed=s).state_dict() for s in (1, 1, 2))
+    one, same, other = (CausalLM(tiny(), seed=s).state_dict() for s in (1, 1, 2))
     text = tiny().text_config
     for name, x in one.items():
         assert torch.equal(x, same[name])
@@ -57,7 +57,7 @@ def test_every_parameter_is_initialised_on_purpose() -> None:
     assert 1e-3 * 0.99 <= step.min() < step.max() <= 1e-1 * 1.01
 
 
-def test_right_padding_changes_nothing_before_it(model: K3ForCausalLM, ids: torch.Tensor) -> None:
+def test_right_padding_changes_nothing_before_it(model: CausalLM, ids: torch.Tensor) -> None:
     with torch.no_grad():
         whole = model(ids)
         shorter = ids.clone()
@@ -67,7 +67,7 @@ def test_right_padding_changes_nothing_before_it(model: K3ForCausalLM, ids: torc
         torch.testing.assert_close(model(ids[1:2]), whole[1:2], rtol=1e-4, atol=1e-5)
 
 
-def test_selected_positions_equal_the_whole_and_so_do_their_gradients(model: K3ForCausalLM, ids: torch.Tensor) -> None:
+def test_selected_positions_equal_the_whole_and_so_do_their_gradients(model: CausalLM, ids: torch.Tensor) -> None:
     select = torch.tensor([0, 5, 40, 98])
     picked, whole = model(ids, select=select), model(ids).flatten(0, 1)[select]
     torch.testing.assert_close(picked, whole, rtol=1e-4, atol=1e-5)
@@ -80,7 +80,7 @@ def test_selected_positions_equal_the_whole_and_so_do_their_gradients(model: K3F
 
 
 def test_every_parameter_gets_a_gradient_but_the_unused_first_mixture(ids: torch.Tensor) -> None:
-    model = K3ForCausalLM(tiny(), seed=1)
+    model = CausalLM(tiny(), seed=1)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("res_proj.weight"):
@@ -90,7 +90,7 @@ def test_every_parameter_gets_a_gradient_but_the_unused_first_mixture(ids: torch
     assert idle == {"model.layers.0.self_attention_res_norm.weight", "model.layers.0.self_attention_res_proj.weight"}
 
 
-def test_bank_holds_the_embedding_and_finished_blocks(model: K3ForCausalLM, ids: torch.Tensor) -> None:
+def test_bank_holds_the_embedding_and_finished_blocks(model: CausalLM, ids: torch.Tensor) -> None:
     """Spy on what every mixture reads: sizes follow the block rule, row 0 is the embedding, rows never change."""
     seen: list[tuple[int, list[torch.Tensor], torch.Tensor]] = []
     originals = {}
@@ -116,7 +116,7 @@ def test_bank_holds_the_embedding_and_finished_blocks(model: K3ForCausalLM, ids:
     assert torch.equal(seen[3][1][1], seen[6][1][1])
 
 
-def test_bad_ids(model: K3ForCausalLM) -> None:
+def test_bad_ids(model: CausalLM) -> None:
     with pytest.raises(InputError, match="int64"):
         model(torch.zeros(2, 3))
     with pytest.raises(InputError, match=r"0\.\.95"):
@@ -126,7 +126,7 @@ def test_bad_ids(model: K3ForCausalLM) -> None:
 
 
 def test_quantile_balancing_moves_only_the_bias_and_ignores_padding(ids: torch.Tensor) -> None:
-    model = K3ForCausalLM(tiny(), seed=1)
+    model = CausalLM(tiny(), seed=1)
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, 25:] = False
     biases = []
@@ -151,7 +151,7 @@ def test_quantile_balancing_moves_only_the_bias_and_ignores_padding(ids: torch.T
 
 def test_the_latent_norm_follows_the_combination() -> None:
     """With the norm behind the sum, a common factor of the experts' outputs vanishes (once eps is small)."""
-    moe = K3ForCausalLM(tiny(), seed=1).model.layers[1].block_sparse_moe
+    moe = CausalLM(tiny(), seed=1).model.layers[1].block_sparse_moe
     assert isinstance(moe, LatentMoE)
     x = torch.randn(4, 48)
     moe.experts.w2.data.mul_(1000.0)
@@ -163,7 +163,7 @@ def test_the_latent_norm_follows_the_combination() -> None:
 
 
 def test_fake_quantisation_computes_on_stored_values_and_passes_gradients(ids: torch.Tensor) -> None:
-    model, stored = K3ForCausalLM(tiny(), seed=1), K3ForCausalLM(tiny(), seed=1)
+    model, stored = CausalLM(tiny(), seed=1), CausalLM(tiny(), seed=1)
     with torch.no_grad():
         for name, p in stored.named_parameters():
             if ".experts.w" in name:
@@ -190,7 +190,7 @@ class TestParallel:
         pair = SoloGroup(rank=0, size=2)
         assert share(8, pair, what="num_experts") == 4
         context = ParallelContext(tensor=SoloGroup(), expert=pair)
-        model = K3ForCausalLM(tiny(), context, initialise=False)
+        model = CausalLM(tiny(), context, initialise=False)
         assert model.model.layers[1].block_sparse_moe.experts.w1.shape[0] == 4
         with pytest.raises(ConfigError, match="multiple of the group size 2"):
-            K3ForCausalLM(tiny(), ParallelContext(tensor=pair, expert=SoloGroup()), initialise=False)
+            CausalLM(tiny(), ParallelContext(tensor=pair, expert=SoloGroup()), initialise=False)

@@ -13,7 +13,7 @@ from tidemill.core.errors import ConfigError, IntegrityError, ManifestError
 from tidemill.core.manifest import AdapterManifest
 from tidemill.model import lora, peft_files
 from tidemill.model.adapter_view import adapter_layers, is_zero
-from tidemill.model.causal_lm import K3ForCausalLM
+from tidemill.model.causal_lm import CausalLM
 from tidemill.model.lora import LoraConfig
 from tidemill.model.presets import k3, tiny, toy
 
@@ -22,8 +22,8 @@ EXPERTS = "model.layers.2.block_sparse_moe.experts."
 
 
 @pytest.fixture
-def model() -> K3ForCausalLM:
-    return K3ForCausalLM(tiny(), seed=1)
+def model() -> CausalLM:
+    return CausalLM(tiny(), seed=1)
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def ids() -> torch.Tensor:
     return torch.randint(1, 96, (2, 20), generator=torch.Generator().manual_seed(2))
 
 
-def trained(model: K3ForCausalLM) -> dict[str, torch.Tensor]:
+def trained(model: CausalLM) -> dict[str, torch.Tensor]:
     gen = torch.Generator().manual_seed(8)
     for p in lora.attach(model, CONFIG, seed=5):
         p.data.add_(0.1 * torch.randn(p.shape, generator=gen))
@@ -44,14 +44,14 @@ def manifest_of(tensors: dict[str, torch.Tensor]) -> AdapterManifest:
     )
 
 
-def test_a_fresh_adapter_changes_nothing(model: K3ForCausalLM, ids: torch.Tensor) -> None:
+def test_a_fresh_adapter_changes_nothing(model: CausalLM, ids: torch.Tensor) -> None:
     with torch.no_grad():
         before = model(ids)
         lora.attach(model, CONFIG)
         assert torch.equal(model(ids), before)
 
 
-def test_only_factors_train_and_all_of_them_do(model: K3ForCausalLM, ids: torch.Tensor) -> None:
+def test_only_factors_train_and_all_of_them_do(model: CausalLM, ids: torch.Tensor) -> None:
     params = lora.attach(model, CONFIG)
     assert {id(p) for p in params} == {id(p) for p in model.parameters() if p.requires_grad}
     base = {k: v.clone() for k, v in model.state_dict().items() if "lora" not in k}
@@ -66,7 +66,7 @@ def test_only_factors_train_and_all_of_them_do(model: K3ForCausalLM, ids: torch.
     assert all(torch.equal(state[k], v) for k, v in base.items())
 
 
-def test_first_step_gradients_are_in_b_alone(model: K3ForCausalLM, ids: torch.Tensor) -> None:
+def test_first_step_gradients_are_in_b_alone(model: CausalLM, ids: torch.Tensor) -> None:
     lora.attach(model, CONFIG)
     model(ids).logsumexp(-1).mean().backward()
     for name, p in model.named_parameters():
@@ -76,7 +76,7 @@ def test_first_step_gradients_are_in_b_alone(model: K3ForCausalLM, ids: torch.Te
             assert bool(p.grad.any()) == is_b, name
 
 
-def test_names_shapes_and_sharing(model: K3ForCausalLM) -> None:
+def test_names_shapes_and_sharing(model: CausalLM) -> None:
     tensors = trained(model)
     shapes = {name: tuple(x.shape) for name, x in tensors.items()}
     assert shapes == lora.adapter_shapes(model.config.text_config, CONFIG)
@@ -99,9 +99,9 @@ def test_counts_of_the_released_model() -> None:
     assert sum(math.prod(s) for s in shapes.values()) == 24_533_876_736
 
 
-def test_export_and_load_round_trip(model: K3ForCausalLM, ids: torch.Tensor) -> None:
+def test_export_and_load_round_trip(model: CausalLM, ids: torch.Tensor) -> None:
     tensors = trained(model)
-    other = K3ForCausalLM(tiny(), seed=1)
+    other = CausalLM(tiny(), seed=1)
     lora.load_adapter(other, CONFIG, tensors)
     with torch.no_grad():
         assert torch.equal(other(ids), model(ids))
@@ -109,13 +109,13 @@ def test_export_and_load_round_trip(model: K3ForCausalLM, ids: torch.Tensor) -> 
     assert all(torch.equal(again[name], x) for name, x in tensors.items())
     lora.detach(other)
     with torch.no_grad():
-        assert torch.equal(other(ids), K3ForCausalLM(tiny(), seed=1)(ids))
+        assert torch.equal(other(ids), CausalLM(tiny(), seed=1)(ids))
     with pytest.raises(ManifestError, match="no adapter attached"):
         lora.export_adapter(other, CONFIG)
 
 
 def test_the_correction_is_the_formula() -> None:
-    model = K3ForCausalLM(toy(64), seed=1)
+    model = CausalLM(toy(64), seed=1)
     tensors = trained(model)
     linear = model.model.layers[0].self_attn.o_proj
     x = torch.randn(5, 64)
@@ -125,13 +125,13 @@ def test_the_correction_is_the_formula() -> None:
 
 
 @pytest.mark.parametrize("targets", [("attn_out",), ("experts",), ("dense", "mla_down")])
-def test_targets_choose_modules(model: K3ForCausalLM, targets: tuple[str, ...]) -> None:
+def test_targets_choose_modules(model: CausalLM, targets: tuple[str, ...]) -> None:
     config = LoraConfig(rank=2, alpha=4.0, targets=targets)
     lora.attach(model, config)
     assert lora.export_adapter(model, config).keys() == lora.adapter_shapes(model.config.text_config, config).keys()
 
 
-def test_manifest_and_one_flipped_bit(model: K3ForCausalLM) -> None:
+def test_manifest_and_one_flipped_bit(model: CausalLM) -> None:
     tensors = trained(model)
     manifest = manifest_of(tensors)
     assert AdapterManifest.from_json(manifest.to_json()) == manifest
@@ -153,7 +153,7 @@ def test_manifest_and_one_flipped_bit(model: K3ForCausalLM) -> None:
         lora.build_manifest({}, version=1, base_digest="b", config_digest="c", created_step=0)
 
 
-def test_adapters_that_do_not_fit_are_refused(model: K3ForCausalLM) -> None:
+def test_adapters_that_do_not_fit_are_refused(model: CausalLM) -> None:
     tensors = trained(model)
     name = EXPERTS + "w1.lora_B.weight"
     text = model.config.text_config
@@ -167,7 +167,7 @@ def test_adapters_that_do_not_fit_are_refused(model: K3ForCausalLM) -> None:
     ]
     for given, error, message in cases:
         with pytest.raises(error, match=message):
-            lora.load_adapter(K3ForCausalLM(tiny()), CONFIG, given)
+            lora.load_adapter(CausalLM(tiny()), CONFIG, given)
         with pytest.raises(error, match=message):
             adapter_layers(text, CONFIG, given)
     fewer = dataclasses.replace(CONFIG, targets=("attn_out",))
@@ -196,7 +196,7 @@ def test_settings_cross_the_engines_border() -> None:
     assert dataclasses.replace(CONFIG, targets=tuple(reversed(CONFIG.targets))).digest == CONFIG.digest
 
 
-def test_engine_view(model: K3ForCausalLM) -> None:
+def test_engine_view(model: CausalLM) -> None:
     text = model.config.text_config
     lora.attach(model, CONFIG)
     fresh = adapter_layers(text, CONFIG, lora.export_adapter(model, CONFIG))
@@ -217,7 +217,7 @@ def test_engine_view(model: K3ForCausalLM) -> None:
     torch.testing.assert_close(factors.delta(x), linear(x) - x @ linear.weight.t(), rtol=1e-4, atol=1e-5)
 
 
-def test_files(model: K3ForCausalLM, tmp_path: Path) -> None:
+def test_files(model: CausalLM, tmp_path: Path) -> None:
     tensors = trained(model)
     manifest = manifest_of(tensors)
     peft_files.write_adapter(tmp_path / "v1", CONFIG, tensors, manifest)
@@ -242,7 +242,7 @@ def test_files(model: K3ForCausalLM, tmp_path: Path) -> None:
 
 
 def test_lora_in_a_bf16_model() -> None:
-    model = K3ForCausalLM(tiny(dtype="bfloat16"), seed=1)
+    model = CausalLM(tiny(dtype="bfloat16"), seed=1)
     params = lora.attach(model, CONFIG)
     model(torch.randint(0, 96, (1, 9))).float().logsumexp(-1).sum().backward()
     assert all(p.dtype is torch.float32 for p in params)

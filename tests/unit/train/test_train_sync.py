@@ -14,7 +14,7 @@ from tidemill.engine.core import EngineCore
 from tidemill.engine.weights import EngineWeights
 from tidemill.model import presets
 from tidemill.model.base import BaseStore, write_base
-from tidemill.model.causal_lm import K3ForCausalLM
+from tidemill.model.causal_lm import CausalLM
 from tidemill.model.lora import LoraConfig
 from tidemill.model.peft_files import read_adapter
 from tidemill.train.canary import Canary
@@ -32,7 +32,7 @@ CANARY = [tuple(range(3, 20)), (5, 4, 3, 2, 1, 0, 90, 91)]
 def store(tmp_path_factory: pytest.TempPathFactory) -> BaseStore:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("base")
-    write_base(folder, K3ForCausalLM(presets.tiny(), seed=1))
+    write_base(folder, CausalLM(presets.tiny(), seed=1))
     return BaseStore.open(folder)
 
 

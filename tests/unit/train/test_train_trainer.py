@@ -10,7 +10,7 @@ import torch
 from tidemill.core.errors import TrainError
 from tidemill.model import presets
 from tidemill.model.base import BaseStore, write_base
-from tidemill.model.causal_lm import K3ForCausalLM
+from tidemill.model.causal_lm import CausalLM
 from tidemill.model.lora import LoraConfig
 from tidemill.train.config import RlSection
 from tidemill.train.samples import MAX_STRETCH, Sample, micro_batches
@@ -21,7 +21,7 @@ from tidemill.train.trainer import StepOutcome, Trainer
 def store(tmp_path_factory: pytest.TempPathFactory) -> BaseStore:
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("base")
-    write_base(folder, K3ForCausalLM(presets.tiny(), seed=1))
+    write_base(folder, CausalLM(presets.tiny(), seed=1))
     return BaseStore.open(folder)
 
 

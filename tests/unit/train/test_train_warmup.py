@@ -18,7 +18,7 @@ from tidemill.core.errors import TrainError
 from tidemill.core.files import read_jsonl
 from tidemill.core.launcher import leftovers
 from tidemill.model.balance import RouterBalance
-from tidemill.model.causal_lm import K3ForCausalLM
+from tidemill.model.causal_lm import CausalLM
 from tidemill.parallel import GlooGroup, Group, SoloGroup
 from tidemill.train import warmup
 from tidemill.train.config import load_recipe
@@ -32,10 +32,10 @@ from tidemill.train.warmup_ranks import warmed_up
 CONFIG = load_recipe("toolcalc", values(warmup__max_steps=9, warmup__check_every=4), seed=5)
 
 
-def attempt(folder: Path | None, *, stop_after: int = 99) -> tuple[K3ForCausalLM, WarmupReport | None, list[int]]:
+def attempt(folder: Path | None, *, stop_after: int = 99) -> tuple[CausalLM, WarmupReport | None, list[int]]:
     """One process's worth of warm-up: a fresh model, asked to stop after a step."""
     plan = Plan.of(CONFIG)
-    model = K3ForCausalLM(plan.model, seed=CONFIG.seed)
+    model = CausalLM(plan.model, seed=CONFIG.seed)
     episodes, _ = plan.warmup_sources(CONFIG.seed)
     steps: list[int] = []
     try:
@@ -48,7 +48,7 @@ def attempt(folder: Path | None, *, stop_after: int = 99) -> tuple[K3ForCausalLM
     return model, report, steps
 
 
-def same(a: K3ForCausalLM, b: K3ForCausalLM) -> bool:
+def same(a: CausalLM, b: CausalLM) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
 
 
@@ -70,7 +70,7 @@ def test_killed_it_goes_on_from_the_last_checkpoint(tmp_path: Path, monkeypatch:
 
 
 def shared(folder: Path, *, ranks: int, stop_after: int = 99, tell: Callable[[int], None] = lambda step: None,
-           resume: RunDir | None = None) -> tuple[K3ForCausalLM | None, list[int], RunDir]:
+           resume: RunDir | None = None) -> tuple[CausalLM | None, list[int], RunDir]:
     """A run's warm-up by `ranks` processes."""
     config = load_recipe("toolcalc", values(warmup__max_steps=9, warmup__check_every=4, warmup__ranks=ranks), seed=5)
     run = resume or start(config, folder)
@@ -93,7 +93,7 @@ def test_gradients_losses_and_biases_do_not_depend_on_the_number_of_ranks(tmp_pa
     samples = [Sample.from_log(log, 0.0) for log in plan.warmup_sources(CONFIG.seed)[0](1, 7)]
 
     def step(group: Group) -> tuple[float, dict[str, Tensor]]:
-        model = K3ForCausalLM(plan.model, seed=1)
+        model = CausalLM(plan.model, seed=1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         loss, _ = warmup._step(model, optimizer, RouterBalance(model), samples, group, stopping=False)
         found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

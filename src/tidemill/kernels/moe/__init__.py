@@ -2,7 +2,7 @@
 
 from tidemill.kernels.moe.balance import NUM_BINS, BiasHistogram, required_bias
 from tidemill.kernels.moe.dispatch import Dispatch, plan_dispatch
-from tidemill.kernels.moe.experts import ExpertLora, SituAct, experts
+from tidemill.kernels.moe.experts import ExpertLora, experts
 from tidemill.kernels.moe.routing import route, route_train
 from tidemill.kernels.moe.train import experts_train
 
@@ -11,7 +11,6 @@ __all__ = [
     "BiasHistogram",
     "Dispatch",
     "ExpertLora",
-    "SituAct",
     "experts",
     "experts_train",
     "plan_dispatch",

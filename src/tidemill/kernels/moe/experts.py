@@ -1,4 +1,4 @@
-"""The routed experts: SiTU-GLU feed-forward blocks, one per expert, in the latent space.
+"""The routed experts: gated feed-forward blocks, one per expert, in the latent space.
 
 `experts` is the engine's form (row-invariant). Routing and the latent norm stand elsewhere.
 """
@@ -13,15 +13,7 @@ from torch import Tensor
 from tidemill.kernels.linear import linear
 from tidemill.kernels.lora import pad_rank
 from tidemill.kernels.moe.dispatch import plan_dispatch
-from tidemill.kernels.situ import situ_glu
-
-
-@dataclass(frozen=True, slots=True)
-class SituAct:
-    """Constants of the activation: β of the gate branch, cap of the up branch (None: no cap)."""
-
-    beta: float
-    linear_beta: float | None
+from tidemill.kernels.situ import GluAct
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +44,10 @@ def experts(
     w1: Tensor,
     w3: Tensor,
     w2: Tensor,
-    act: SituAct,
+    act: GluAct,
     lora: ExpertLora | None = None,
 ) -> Tensor:
-    """u[R, l] = Σ_j weights[:, j] · w2_e SiTU(w1_e z, w3_e z), e = ids[:, j].
+    """u[R, l] = Σ_j weights[:, j] · w2_e act(w1_e z, w3_e z), e = ids[:, j].
 
     z[R, l], ids[R, k] int64, weights[R, k] fp32, w1 and w3[E, I, l], w2[E, l, I], l and I at least 16. Each
     expert's output is in z's dtype; the weighted sum over the choices (in the order of ids) is fp32, one cast to
@@ -71,7 +63,7 @@ def experts(
         low = plan.scatter(linear(z, lora.a13))
         g.add_(torch.bmm(low, lora.b1.transpose(1, 2)).mul_(lora.scale))
         u.add_(torch.bmm(low, lora.b3.transpose(1, 2)).mul_(lora.scale))
-    h = situ_glu(g, u, act.beta, act.linear_beta)
+    h = act(g, u)
     y = torch.bmm(h, w2.transpose(1, 2))
     if lora is not None:
         low = torch.bmm(h, lora.a2.transpose(1, 2))

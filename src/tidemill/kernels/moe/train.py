@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tidemill.kernels.moe.dispatch import Dispatch, plan_dispatch
-from tidemill.kernels.moe.experts import ExpertLora, SituAct
-from tidemill.kernels.situ import situ_glu_train
+from tidemill.kernels.moe.experts import ExpertLora
+from tidemill.kernels.situ import GluAct
 
 
 class _Scatter(torch.autograd.Function):
@@ -56,7 +56,7 @@ def experts_train(
     w1: Tensor,
     w3: Tensor,
     w2: Tensor,
-    act: SituAct,
+    act: GluAct,
     lora: ExpertLora | None = None,
 ) -> Tensor:
     """`experts` for training: the same arguments and result, differentiable in z, weights, all expert weights and
@@ -72,7 +72,7 @@ def experts_train(
         low = _Scatter.apply(torch.nn.functional.linear(z, lora.a13), plan)
         g = torch.baddbmm(g, low, lora.b1.transpose(1, 2), alpha=lora.scale)
         u = torch.baddbmm(u, low, lora.b3.transpose(1, 2), alpha=lora.scale)
-    h = situ_glu_train(g, u, act.beta, act.linear_beta)
+    h = act.train(g, u)
     y = torch.bmm(h, w2.transpose(1, 2))
     if lora is not None:
         low = torch.bmm(h, lora.a2.transpose(1, 2))

@@ -3,20 +3,20 @@
 from tidemill.model.layers.decoder import DecoderLayer, mixture
 from tidemill.model.layers.kda import KimiDeltaAttention
 from tidemill.model.layers.linear import Linear, RMSNorm, Weight
-from tidemill.model.layers.mla import GatedLatentAttention
-from tidemill.model.layers.mlp import SituMLP
+from tidemill.model.layers.mla import LatentAttention
+from tidemill.model.layers.mlp import GatedMLP
 from tidemill.model.layers.moe import LatentMoE, RoutedExperts, Router
 
 __all__ = [
     "DecoderLayer",
-    "GatedLatentAttention",
+    "GatedMLP",
     "KimiDeltaAttention",
+    "LatentAttention",
     "LatentMoE",
     "Linear",
     "RMSNorm",
     "RoutedExperts",
     "Router",
-    "SituMLP",
     "Weight",
     "mixture",
 ]

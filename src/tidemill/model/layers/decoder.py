@@ -1,4 +1,4 @@
-"""One transformer layer under Block Attention Residuals: two mixtures, a token mixer, a channel mixer."""
+"""One transformer layer: a token mixer and a channel mixer, reading either residual mixtures or the running sum."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tidemill.kernels.pointwise import wide
 from tidemill.model.config import TextConfig
 from tidemill.model.layers.kda import KimiDeltaAttention
 from tidemill.model.layers.linear import RMSNorm, Weight
-from tidemill.model.layers.mla import GatedLatentAttention
-from tidemill.model.layers.mlp import SituMLP
+from tidemill.model.layers.mla import LatentAttention
+from tidemill.model.layers.mlp import GatedMLP
 from tidemill.model.layers.moe import LatentMoE
 from tidemill.parallel import ParallelContext
 
@@ -24,22 +24,26 @@ def mixture(sources: Sequence[Tensor], norm: Weight, proj: Weight, eps: float) -
 
 
 class DecoderLayer(nn.Module):
-    """Layer `index` (0-based). The model keeps the bank of sources; the layer reads from it."""
+    """Layer `index` (0-based). The model keeps the bank of sources; the layer reads from it.
+
+    Without attention residuals there is no bank and both mixers read the running sum itself.
+    """
 
     def __init__(self, config: TextConfig, index: int, parallel: ParallelContext) -> None:
         super().__init__()
         d, dtype, eps = config.hidden_size, config.torch_dtype, config.rms_norm_eps
         self.index, self.eps = index, eps
-        self.starts_block = index % config.attn_res_block_size == 0
+        self.starts_block, self.mixes = config.starts_block(index), config.attn_res_block_size is not None
         self.input_layernorm = RMSNorm(d, eps, dtype)
         self.post_attention_layernorm = RMSNorm(d, eps, dtype)
-        self.self_attention_res_norm, self.mlp_res_norm = Weight(d, dtype=dtype), Weight(d, dtype=dtype)
-        self.self_attention_res_proj, self.mlp_res_proj = Weight(1, d, dtype=dtype), Weight(1, d, dtype=dtype)
-        self.self_attn = (GatedLatentAttention if index in config.mla_layers else KimiDeltaAttention)(config, parallel)
+        if self.mixes:
+            self.self_attention_res_norm, self.mlp_res_norm = Weight(d, dtype=dtype), Weight(d, dtype=dtype)
+            self.self_attention_res_proj, self.mlp_res_proj = Weight(1, d, dtype=dtype), Weight(1, d, dtype=dtype)
+        self.self_attn = (LatentAttention if index in config.mla_layers else KimiDeltaAttention)(config, parallel)
         if index in config.moe_layers:
             self.block_sparse_moe = LatentMoE(config, parallel)
         else:
-            self.mlp = SituMLP(config, config.intermediate_size, parallel, what="intermediate_size")
+            self.mlp = GatedMLP(config, config.intermediate_size, parallel, what="intermediate_size")
 
     def attend(self, bank: Sequence[Tensor], p: Tensor) -> Tensor:
         """Output of the token mixer for finished blocks `bank` and running sum `p`, each [B, T, d]."""
@@ -50,7 +54,10 @@ class DecoderLayer(nn.Module):
 
     def feed_forward(self, bank: Sequence[Tensor], p: Tensor) -> tuple[Tensor, Tensor | None]:
         """(output of the channel mixer, router scores [R, E] if there are experts) for sources [..., d]."""
-        m = self.post_attention_layernorm(mixture([*bank, p], self.mlp_res_norm, self.mlp_res_proj, self.eps))
+        m = p
+        if self.mixes:
+            m = mixture([*bank, p], self.mlp_res_norm, self.mlp_res_proj, self.eps)
+        m = self.post_attention_layernorm(m)
         if not hasattr(self, "block_sparse_moe"):
             return self.mlp(m), None
         y, scores = self.block_sparse_moe(torch.flatten(m, 0, -2))

@@ -9,7 +9,8 @@ from tidemill.kernels import kda
 from tidemill.kernels.conv import short_conv_train
 from tidemill.kernels.norm import gated_rms_norm_train, l2_norm_train
 from tidemill.kernels.pointwise import wide
-from tidemill.model.config import TextConfig
+from tidemill.model.config import DTYPES, TextConfig
+from tidemill.model.inventory import a_log_shape
 from tidemill.model.layers.linear import Linear, Weight
 from tidemill.parallel import ParallelContext, share
 
@@ -22,18 +23,21 @@ class KimiDeltaAttention(nn.Module):
         linear, d, dtype = config.linear_attn_config, config.hidden_size, config.torch_dtype
         self.num_heads = share(linear.num_heads, parallel.tensor, what="linear_attn_config.num_heads")
         self.head_dim, self.lower_bound = linear.head_dim, linear.gate_lower_bound
-        self.eps, self.parallel = config.rms_norm_eps, parallel
-        width, exact = self.num_heads * self.head_dim, torch.float32
+        self.eps, self.parallel, self.full_rank_gate = config.rms_norm_eps, parallel, linear.use_full_rank_gate
+        width, exact = self.num_heads * self.head_dim, DTYPES[config.exact_dtype]
         self.q_proj, self.k_proj, self.v_proj = (Linear(d, width, dtype) for _ in range(3))
         self.q_conv1d, self.k_conv1d, self.v_conv1d = (
             Weight(width, 1, linear.short_conv_kernel_size, dtype=exact) for _ in range(3)
         )
         self.f_a_proj = Linear(d, self.head_dim, dtype)
         self.f_b_proj = Linear(self.head_dim, width, dtype)
-        self.A_log = nn.Parameter(torch.empty(linear.stored_a_log, dtype=exact))
-        self.dt_bias = nn.Parameter(torch.empty(width, dtype=exact))
+        self.A_log = nn.Parameter(torch.empty(a_log_shape(config), dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(width, dtype=torch.float32))
         self.b_proj = Linear(d, self.num_heads, dtype)
-        self.g_proj = Linear(d, width, dtype)
+        if self.full_rank_gate:
+            self.g_proj = Linear(d, width, dtype)
+        else:
+            self.g_a_proj, self.g_b_proj = Linear(d, self.head_dim, dtype), Linear(self.head_dim, width, dtype)
         self.o_norm = Weight(self.head_dim, dtype=exact)
         self.o_proj = Linear(width, d, dtype)
 
@@ -50,5 +54,6 @@ class KimiDeltaAttention(nn.Module):
         g = kda.gate_train(z, self.A_log, self.dt_bias, self.lower_bound)
         beta = torch.sigmoid(wide(self.b_proj(x)))
         o, _ = kda.chunk(q, k, wide(v), g, beta, lower_bound=self.lower_bound)
-        y = gated_rms_norm_train(o.to(x.dtype), self.o_norm.weight, self.g_proj(x).view(heads), self.eps)
+        gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
+        y = gated_rms_norm_train(o.to(x.dtype), self.o_norm.weight, gate.view(heads), self.eps)
         return self.parallel.tensor.all_reduce(self.o_proj(y.flatten(2)))

@@ -1,4 +1,4 @@
-"""The gated MLA token mixer over whole sequences (training form: expanded keys and values, no positions)."""
+"""The MLA token mixer over whole sequences (training form: expanded keys and values, no positions)."""
 
 from __future__ import annotations
 
@@ -12,29 +12,38 @@ from tidemill.model.layers.linear import Linear, RMSNorm
 from tidemill.parallel import ParallelContext, share
 
 
-class GatedLatentAttention(nn.Module):
-    """x[B, T, d] -> [B, T, d], causal. Heads are split over the tensor group; the two latents are replicated."""
+class LatentAttention(nn.Module):
+    """x[B, T, d] -> [B, T, d], causal. The query latent and the output gate are options of the configuration. Heads are
+    split over the tensor group; the latents are replicated."""
 
     def __init__(self, config: TextConfig, parallel: ParallelContext) -> None:
         super().__init__()
         c, d, dtype = config, config.hidden_size, config.torch_dtype
         self.config, self.parallel = config, parallel
         self.num_heads = share(c.num_attention_heads, parallel.tensor, what="num_attention_heads")
-        self.q_a_proj = Linear(d, c.q_lora_rank, dtype)
-        self.q_a_layernorm = RMSNorm(c.q_lora_rank, c.mla_latent_norm_eps, dtype)
-        self.q_b_proj = Linear(c.q_lora_rank, self.num_heads * c.qk_head_dim, dtype)
+        if c.q_lora_rank is None:
+            self.q_proj = Linear(d, self.num_heads * c.qk_head_dim, dtype)
+        else:
+            self.q_a_proj = Linear(d, c.q_lora_rank, dtype)
+            self.q_a_layernorm = RMSNorm(c.q_lora_rank, c.mla_latent_norm_eps, dtype)
+            self.q_b_proj = Linear(c.q_lora_rank, self.num_heads * c.qk_head_dim, dtype)
         self.kv_a_proj_with_mqa = Linear(d, c.kv_lora_rank + c.qk_rope_head_dim, dtype)
         self.kv_a_layernorm = RMSNorm(c.kv_lora_rank, c.mla_latent_norm_eps, dtype)
         self.kv_b_proj = Linear(c.kv_lora_rank, self.num_heads * (c.qk_nope_head_dim + c.v_head_dim), dtype)
-        self.g_proj = Linear(d, self.num_heads * c.v_head_dim, dtype)
+        if c.mla_use_output_gate:
+            self.g_proj = Linear(d, self.num_heads * c.v_head_dim, dtype)
         self.o_proj = Linear(self.num_heads * c.v_head_dim, d, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         c, shape = self.config, (*x.shape[:2], self.num_heads, -1)
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(shape)
+        if c.q_lora_rank is None:
+            q = self.q_proj(x).view(shape)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).view(shape)
         latent, k_pe = self.kv_a_proj_with_mqa(x).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
         kv = self.kv_b_proj(self.kv_a_layernorm(latent)).view(shape)
         k_nope, v = kv.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
         o = expanded(q, k_nope, k_pe, v, c.mla_scale).flatten(2)
-        y = (torch.sigmoid(wide(self.g_proj(x))) * o).to(x.dtype)
-        return self.parallel.tensor.all_reduce(self.o_proj(y))
+        if c.mla_use_output_gate:
+            o = (torch.sigmoid(wide(self.g_proj(x))) * o).to(x.dtype)
+        return self.parallel.tensor.all_reduce(self.o_proj(o))

@@ -1,14 +1,17 @@
-"""Stable LatentMoE: sigmoid router, routed experts in a latent space, a norm after the combination, shared experts."""
+"""Stable LatentMoE: sigmoid router, routed experts in a latent space, a norm after the combination, shared experts.
+
+Without a latent width (Kimi Linear) the routed experts read and write the full width.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from tidemill.kernels.moe import ExpertLora, SituAct, experts_train, route_train
-from tidemill.model.config import TextConfig
+from tidemill.kernels.moe import ExpertLora, experts_train, route_train
+from tidemill.model.config import DTYPES, TextConfig
 from tidemill.model.layers.linear import Linear, RMSNorm
-from tidemill.model.layers.mlp import SituMLP
+from tidemill.model.layers.mlp import GatedMLP
 from tidemill.model.quant import fake_quant
 from tidemill.parallel import ParallelContext, share
 
@@ -22,7 +25,8 @@ class Router(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, dtype=config.torch_dtype))
-        self.register_buffer("e_score_correction_bias", torch.zeros(config.num_experts))
+        bias = torch.zeros(config.num_experts, dtype=DTYPES[config.exact_dtype])
+        self.register_buffer("e_score_correction_bias", bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x[R, d] -> (ids[R, k], weights[R, k], scores[R, E])."""
@@ -43,8 +47,8 @@ class RoutedExperts(nn.Module):
     def __init__(self, config: TextConfig, parallel: ParallelContext) -> None:
         super().__init__()
         count = share(config.num_experts, parallel.expert, what="num_experts")
-        latent, inner, dtype = config.routed_expert_hidden_size, config.moe_intermediate_size, config.torch_dtype
-        self.act = SituAct(config.activation_situ_beta, config.activation_situ_linear_beta)
+        latent, inner, dtype = config.expert_width, config.moe_intermediate_size, config.torch_dtype
+        self.act = config.glu_act
         self.w1 = nn.Parameter(torch.empty(count, inner, latent, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(count, latent, inner, dtype=dtype))
         self.w3 = nn.Parameter(torch.empty(count, inner, latent, dtype=dtype))
@@ -71,20 +75,26 @@ class LatentMoE(nn.Module):
 
     def __init__(self, config: TextConfig, parallel: ParallelContext) -> None:
         super().__init__()
-        d, latent, dtype = config.hidden_size, config.routed_expert_hidden_size, config.torch_dtype
+        d, latent, dtype = config.hidden_size, config.expert_width, config.torch_dtype
         self.parallel = parallel
         self.gate = Router(config)
-        self.routed_expert_down_proj = Linear(d, latent, dtype)
+        self.has_latent = config.routed_expert_hidden_size is not None
+        if self.has_latent:
+            self.routed_expert_down_proj = Linear(d, latent, dtype)
         self.experts = RoutedExperts(config, parallel)
         self.routed_expert_norm = RMSNorm(latent, config.rms_norm_eps, dtype) if config.latent_moe_use_norm else None
-        self.routed_expert_up_proj = Linear(latent, d, dtype)
-        self.shared_experts = SituMLP(config, config.shared_intermediate_size, parallel, what="shared_experts width")
+        if self.has_latent:
+            self.routed_expert_up_proj = Linear(latent, d, dtype)
+        self.shared_experts = GatedMLP(config, config.shared_intermediate_size, parallel, what="shared_experts width")
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         ids, weights, scores = self.gate(x)
-        u = self.experts(self.routed_expert_down_proj(x), ids, weights)
+        z = self.routed_expert_down_proj(x) if self.has_latent else x
+        u = self.experts(z, ids, weights)
         # The norm needs the whole combination, so partial sums of expert ranks are joined before it.
         u = self.parallel.expert.all_reduce(u)
         if self.routed_expert_norm is not None:
             u = self.routed_expert_norm(u)
-        return self.routed_expert_up_proj(u) + self.shared_experts(x), scores
+        if self.has_latent:
+            u = self.routed_expert_up_proj(u)
+        return u + self.shared_experts(x), scores
