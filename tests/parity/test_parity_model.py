@@ -15,7 +15,7 @@ from torch import Tensor
 from tidemill.core.config import replace
 from tidemill.model.causal_lm import CausalLM
 from tidemill.model.config import ModelConfig, TextConfig
-from tidemill.model.presets import tiny, toy
+from tidemill.model.presets import tiny, tiny_linear, toy
 
 Weights = dict[str, Tensor]
 
@@ -40,13 +40,15 @@ class Reference:
         share = torch.stack(scores).softmax(0)
         return sum((s * v for s, v in zip(share, sources, strict=True)), start=torch.zeros_like(sources[0]))
 
-    def situ(self, g: Tensor, u: Tensor) -> Tensor:
+    def act(self, g: Tensor, u: Tensor) -> Tensor:
+        if self.c.hidden_act == "silu":
+            return g / (1 + torch.exp(-g)) * u
         b1, b2 = self.c.activation_situ_beta, self.c.activation_situ_linear_beta
         assert b2 is not None
         return b1 * torch.tanh(g / b1) / (1 + torch.exp(-g)) * b2 * torch.tanh(u / b2)
 
     def glu(self, x: Tensor, prefix: str) -> Tensor:
-        h = self.situ(self.w[prefix + "gate_proj.weight"] @ x, self.w[prefix + "up_proj.weight"] @ x)
+        h = self.act(self.w[prefix + "gate_proj.weight"] @ x, self.w[prefix + "up_proj.weight"] @ x)
         return self.w[prefix + "down_proj.weight"] @ h
 
     def kda(self, x: Tensor, layer: int) -> Tensor:
@@ -64,11 +66,18 @@ class Reference:
         q, k, v = convolved
         z = self.w[p + "f_b_proj.weight"] @ (self.w[p + "f_a_proj.weight"] @ x) + self.w[p + "dt_bias"]
         beta = torch.sigmoid(self.w[p + "b_proj.weight"] @ x)
-        gate = (self.w[p + "g_proj.weight"] @ x).view(heads, dim)
+        if lin.use_full_rank_gate:
+            gate = self.w[p + "g_proj.weight"] @ x
+        else:
+            gate = self.w[p + "g_b_proj.weight"] @ (self.w[p + "g_a_proj.weight"] @ x)
+        gate = gate.view(heads, dim)
         outs = []
         for h in range(heads):
-            rate = math.exp(float(self.w[p + "A_log"][h]))
-            g = -5.0 * torch.sigmoid(rate * z.view(heads, dim)[h])
+            rate = math.exp(float(self.w[p + "A_log"].flatten()[h]))
+            if lin.gate_lower_bound is None:
+                g = -rate * torch.log1p(torch.exp(z.view(heads, dim)[h]))
+            else:
+                g = lin.gate_lower_bound * torch.sigmoid(rate * z.view(heads, dim)[h])
             qh = q[h] / (q[h].pow(2).sum() + 1e-6).sqrt() * dim**-0.5
             kh = k[h] / (k[h].pow(2).sum() + 1e-6).sqrt()
             s = self.state.get(layer * 100 + h, torch.zeros(dim, dim, dtype=torch.float64))
@@ -82,9 +91,12 @@ class Reference:
 
     def mla(self, x: Tensor, layer: int) -> Tensor:
         c, p = self.c, f"model.layers.{layer}.self_attn."
-        q = self.w[p + "q_b_proj.weight"] @ self.norm(
-            self.w[p + "q_a_proj.weight"] @ x, p + "q_a_layernorm.weight", c.mla_latent_norm_eps
-        )
+        if c.q_lora_rank is None:
+            q = self.w[p + "q_proj.weight"] @ x
+        else:
+            q = self.w[p + "q_b_proj.weight"] @ self.norm(
+                self.w[p + "q_a_proj.weight"] @ x, p + "q_a_layernorm.weight", c.mla_latent_norm_eps
+            )
         both = self.w[p + "kv_a_proj_with_mqa.weight"] @ x
         latent = self.norm(both[: c.kv_lora_rank], p + "kv_a_layernorm.weight", c.mla_latent_norm_eps)
         kv = (self.w[p + "kv_b_proj.weight"] @ latent).view(c.num_attention_heads, -1)
@@ -99,41 +111,51 @@ class Reference:
             share = scores.softmax(0)
             outs.append(sum((s * v[h] for s, (_, v, _) in zip(share, self.cache[layer], strict=True)),
                             start=torch.zeros(c.v_head_dim, dtype=torch.float64)))
-        return self.w[p + "o_proj.weight"] @ (torch.sigmoid(self.w[p + "g_proj.weight"] @ x) * torch.cat(outs))
+        o = torch.cat(outs)
+        if c.mla_use_output_gate:
+            o = torch.sigmoid(self.w[p + "g_proj.weight"] @ x) * o
+        return self.w[p + "o_proj.weight"] @ o
 
     def moe(self, x: Tensor, layer: int) -> Tensor:
         c, p = self.c, f"model.layers.{layer}.block_sparse_moe."
         scores = torch.sigmoid(self.w[p + "gate.weight"] @ x)
         biased = scores + self.w[p + "gate.e_score_correction_bias"]
         chosen = sorted(range(c.num_experts), key=lambda e: (-float(biased[e]), e))[: c.num_experts_per_token]
-        total = sum(float(scores[e]) for e in chosen)
-        z = self.w[p + "routed_expert_down_proj.weight"] @ x
+        total = sum(float(scores[e]) for e in chosen) / c.routed_scaling_factor
+        z = x
+        if c.routed_expert_hidden_size is not None:
+            z = self.w[p + "routed_expert_down_proj.weight"] @ x
         u = torch.zeros_like(z)
         for e in chosen:
-            h = self.situ(self.w[p + "experts.w1"][e] @ z, self.w[p + "experts.w3"][e] @ z)
+            h = self.act(self.w[p + "experts.w1"][e] @ z, self.w[p + "experts.w3"][e] @ z)
             u = u + float(scores[e]) / total * (self.w[p + "experts.w2"][e] @ h)
         if c.latent_moe_use_norm:
             u = self.norm(u, p + "routed_expert_norm.weight", c.rms_norm_eps)
-        return self.w[p + "routed_expert_up_proj.weight"] @ u + self.glu(x, p + "shared_experts.")
+        if c.routed_expert_hidden_size is not None:
+            u = self.w[p + "routed_expert_up_proj.weight"] @ u
+        return u + self.glu(x, p + "shared_experts.")
 
     def token(self, token_id: int) -> Tensor:
         c = self.c
         p, bank = self.w["model.embed_tokens.weight"][token_id], []
         for layer in range(c.num_hidden_layers):
             prefix = f"model.layers.{layer}."
+            mixes = c.attn_res_block_size is not None
             a = self.mix([*bank, p], prefix + "self_attention_res") if bank else p
             x = self.norm(a, prefix + "input_layernorm.weight", c.rms_norm_eps)
             y = self.mla(x, layer) if layer + 1 in c.linear_attn_config.full_attn_layers else self.kda(x, layer)
-            if layer % c.attn_res_block_size == 0:
+            if mixes and layer % c.attn_res_block_size == 0:
                 bank.append(p)
                 p = y
             else:
                 p = p + y
-            m = self.norm(self.mix([*bank, p], prefix + "mlp_res"), prefix + "post_attention_layernorm.weight",
-                          c.rms_norm_eps)
+            m = self.norm(self.mix([*bank, p], prefix + "mlp_res") if mixes else p,
+                          prefix + "post_attention_layernorm.weight", c.rms_norm_eps)
             p = p + (self.glu(m, prefix + "mlp.") if layer < c.first_k_dense_replace else self.moe(m, layer))
         assert len(bank) == c.num_bank_rows
-        h = self.norm(self.mix([*bank, p], "model.output_attn_res"), "model.norm.weight", c.rms_norm_eps)
+        if bank:
+            p = self.mix([*bank, p], "model.output_attn_res")
+        h = self.norm(p, "model.norm.weight", c.rms_norm_eps)
         return self.w["lm_head.weight"] @ h
 
 
@@ -152,7 +174,7 @@ def lively(config: ModelConfig, seed: int) -> CausalLM:
             elif name.endswith("e_score_correction_bias"):
                 x.copy_(0.3 * noise)
             elif name.endswith("A_log"):
-                x[:heads] = torch.rand(heads, generator=gen) * 1.5 - 0.5
+                x.view(-1)[:heads] = torch.rand(heads, generator=gen) * 1.5 - 0.5
             elif name.endswith("dt_bias"):
                 x.copy_(-2.5 + 2.0 * noise)
             elif x.dim() >= 2 and "conv1d" not in name:
@@ -171,6 +193,12 @@ CONFIGS = {
     "all dense but the last": variant(first_k_dense_replace=6),
     "one block": variant(attn_res_block_size=9),
     "blocks of one layer": variant(attn_res_block_size=1),
+    "no residual mixtures": variant(attn_res_block_size=None),
+    "no query latent": variant(q_lora_rank=None),
+    "no expert latent": variant(routed_expert_hidden_size=None, latent_moe_use_norm=False, hidden_size=64,
+                                routed_scaling_factor=2.5),
+    "kimi linear": tiny_linear(),
+    "kimi linear with a query latent": tiny_linear(q_lora_rank=24),
 }
 
 

@@ -49,11 +49,13 @@ def spread(model: CausalLM, seed: int) -> CausalLM:
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of random bases: `tiny` (7 layers, vocabulary 96) and `toy` (4 layers, vocabulary 128) in fp32 with every
-    mechanism spread out, `bf16` is tiny in bfloat16, `fresh` is toy as training starts from it."""
+    mechanism spread out, `linear` is Kimi Linear at that size, `bf16` is tiny in bfloat16, `fresh` is toy as training
+    starts from it."""
     torch.set_num_threads(1)
-    configs: dict[str, ModelConfig] = {"tiny": presets.tiny(96), "toy": presets.toy(128)}
+    configs: dict[str, ModelConfig] = {"tiny": presets.tiny(96), "toy": presets.toy(128),
+                                       "linear": presets.tiny_linear(96)}
     folders: dict[str, Path] = {}
-    for seed, (name, config) in enumerate(configs.items()):
+    for seed, (name, config) in enumerate(configs.items()):  # new ones at the end: the number is the seed
         folders[name] = tmp_path_factory.mktemp("bases") / name
         write_base(folders[name], spread(CausalLM(config), seed))
     folders["bf16"] = tmp_path_factory.mktemp("bases") / "bf16"

@@ -28,7 +28,7 @@ from tidemill.engine.scheduler import Scheduler
 Choose = Callable[[int, int], int]
 """An integer between two bounds, both included: from Hypothesis, or from a seeded generator."""
 
-BASES = ("tiny", "toy")
+BASES = ("tiny", "toy", "linear")
 PASSED: list[float] = []
 """When each scenario of the long run passed."""
 pytestmark = pytest.mark.timeout(600)
@@ -69,7 +69,7 @@ def build(choose: Choose) -> Scenario:
     running = choose(1, 6)
     sizes = {"max_running": running, "num_slots": running + choose(0, 2), "prefill_chunk": choose(1, 90),
              "max_batched_tokens": running + choose(0, 120), "poison": bool(choose(0, 1))}
-    return Scenario(BASES[choose(0, 1)], sizes, sessions, bool(choose(0, 1)),
+    return Scenario(BASES[choose(0, 2)], sizes, sessions, bool(choose(0, 1)),
                     [choose(0, 30) for _ in range(choose(0, 12))])
 
 

@@ -35,7 +35,7 @@ def test_a_generation_reports_every_token_once(driver):
     assert engine.core.info().stats["free_slots"] == 8
 
 
-@pytest.mark.parametrize(("name", "bound"), [("fresh", 1e-5), ("tiny", 1e-4), ("toy", 1e-4)])
+@pytest.mark.parametrize(("name", "bound"), [("fresh", 1e-5), ("tiny", 1e-4), ("toy", 1e-4), ("linear", 1e-4)])
 def test_logprobs_agree_with_the_training_forward(driver, adapter, name, bound):
     """The spread-out bases are sharp: fp32 noise alone moves their log-probs by some 1e-5 (against fp64)."""
     engine = driver(name)
