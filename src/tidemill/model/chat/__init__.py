@@ -1,5 +1,6 @@
 """Tokenizer and chat codec: text, messages and ids into each other. Knows no engine and no HTTP; imports no torch."""
 
+from tidemill.model.chat.bpe import train_tokenizer
 from tidemill.model.chat.codec import ChatCodec, ChatOptions, resolve_effort
 from tidemill.model.chat.messages import Message, ToolCall, parse_messages, parse_tools
 from tidemill.model.chat.parser import MalformedCall, ParsedCall, ParsedMessage, StreamParser, TextDelta
@@ -9,5 +10,5 @@ from tidemill.model.chat.tokenizer import Tokenizer, Vocabulary, build_tokenizer
 __all__ = [
     "OWN_TEXTS", "ChatCodec", "ChatOptions", "InstructionTexts", "MalformedCall", "Message", "ParsedCall",
     "ParsedMessage", "StreamParser", "TextDelta", "Tokenizer", "ToolCall", "Vocabulary", "build_tokenizer",
-    "parse_messages", "parse_tools", "resolve_effort",
+    "parse_messages", "parse_tools", "resolve_effort", "train_tokenizer",
 ]

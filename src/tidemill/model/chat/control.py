@@ -24,6 +24,11 @@ K3_IDS: Mapping[str, int] = {
 }
 """Named control tokens of the released vocabulary, in order of id."""
 
+def reserved_name(token_id: int) -> str:
+    """Spelling of a control id without a name."""
+    return f"<|reserved_token_{token_id}|>"
+
+
 NOT_SPECIAL = frozenset((OPEN, CLOSE, SEP))
 """Kept when a decoder is told to skip special tokens; the other names are special."""
 

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 from tidemill.core.digests import digest_json
 from tidemill.core.errors import ConfigError, InputError
 from tidemill.core.files import write_atomic, write_json
-from tidemill.model.chat.control import BOS, END_OF_MSG, K3_IDS, NOT_SPECIAL, PAD, UNK, ControlIds
+from tidemill.model.chat.control import BOS, END_OF_MSG, K3_IDS, NOT_SPECIAL, PAD, UNK, ControlIds, reserved_name
 
 GRAMMAR_WORDS = (
     "message", "think", "response", "tools", "call", "argument", "json", '="',
@@ -70,7 +70,7 @@ class Tokenizer:
         self.control = ControlIds.from_names({name: i for i, name in self._names.items()})
         vocabulary = cast("dict[str, int]", spec["model"]["vocab"])
         self.size = 1 + max(max(vocabulary.values()), max(self._names))
-        letters = {letter: byte for byte, letter in enumerate(_byte_letters())}
+        letters = {letter: byte for byte, letter in enumerate(byte_letters())}
         self._bytes: list[bytes] = [b""] * self.size
         for token, token_id in vocabulary.items():
             if token_id in self._names:
@@ -151,7 +151,7 @@ def build_tokenizer(words: Iterable[str] = (), *, multiple: int = 16) -> Tokeniz
     A word may begin with a space; letters and other signs cannot be mixed in one word (text is cut between them before
     words are looked up). Raises ConfigError naming a word that would not be a single token.
     """
-    letters = _byte_letters()
+    letters = byte_letters()
     vocabulary = {letter: byte for byte, letter in enumerate(letters)}
     wanted = list(dict.fromkeys((*GRAMMAR_WORDS, *words)))
     for word in wanted:
@@ -160,13 +160,7 @@ def build_tokenizer(words: Iterable[str] = (), *, multiple: int = 16) -> Tokeniz
     backend = BackendTokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()
-    *names, unknown, pad = K3_IDS
-    spare = -(len(vocabulary) + len(K3_IDS)) % multiple
-    first = len(vocabulary) + len(names)
-    names += [f"<|reserved_token_{first + i}|>" for i in range(spare)]
-    backend.add_tokens([
-        AddedToken(name, special=name not in NOT_SPECIAL, normalized=False) for name in (*names, unknown, pad)
-    ])
+    add_control_tokens(backend, len(vocabulary), spare=-(len(vocabulary) + len(K3_IDS)) % multiple)
     tokenizer = Tokenizer(backend)
     for word in wanted:
         if len(tokenizer.encode_text(word)) != 1:
@@ -177,7 +171,16 @@ def build_tokenizer(words: Iterable[str] = (), *, multiple: int = 16) -> Tokeniz
     return tokenizer
 
 
-def _byte_letters() -> list[str]:
+def add_control_tokens(backend: BackendTokenizer, first: int, *, spare: int) -> None:
+    """Give `backend` the named control tokens from id `first`, `spare` reserved ones before the last two."""
+    *names, unknown, pad = K3_IDS
+    names += [reserved_name(first + len(names) + i) for i in range(spare)]
+    backend.add_tokens([
+        AddedToken(name, special=name not in NOT_SPECIAL, normalized=False) for name in (*names, unknown, pad)
+    ])
+
+
+def byte_letters() -> list[str]:
     """The printable letter byte-level BPE writes for each byte: itself if printable, else the next one from U+0100."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     letters: list[str] = []
