@@ -25,7 +25,8 @@ def _texts(count: int = 300) -> list[str]:
     syllables = ["ka", "lo", "mi", "ret", "sun", "tor", "vel", "wey"]
     words = ["oak", "maple", "messenger", "thinking", "naïve", "森林", "can't", "x_1", "2026", "="]
     rare = ["".join(rng.choices(syllables, k=3)) for _ in range(150)]
-    return [" ".join(rng.choice(rng.choice((words, rare))) for _ in range(30)) + "\n" * rng.randint(1, 3) for _ in range(count)]
+    lines = [" ".join(rng.choice(rng.choice((words, rare))) for _ in range(30)) for _ in range(count)]
+    return [line + "\n" * rng.randint(1, 3) for line in lines]
 
 
 TEXTS = _texts()

@@ -5,10 +5,11 @@ from tidemill.model.chat.codec import ChatCodec, ChatOptions, resolve_effort
 from tidemill.model.chat.messages import Message, ToolCall, parse_messages, parse_tools
 from tidemill.model.chat.parser import MalformedCall, ParsedCall, ParsedMessage, StreamParser, TextDelta
 from tidemill.model.chat.texts import OWN_TEXTS, InstructionTexts
+from tidemill.model.chat.tiktoken_vocabulary import TiktokenVocabulary, convert_tiktoken
 from tidemill.model.chat.tokenizer import Tokenizer, Vocabulary, build_tokenizer
 
 __all__ = [
     "OWN_TEXTS", "ChatCodec", "ChatOptions", "InstructionTexts", "MalformedCall", "Message", "ParsedCall",
-    "ParsedMessage", "StreamParser", "TextDelta", "Tokenizer", "ToolCall", "Vocabulary", "build_tokenizer",
-    "parse_messages", "parse_tools", "resolve_effort", "train_tokenizer",
+    "ParsedMessage", "StreamParser", "TextDelta", "TiktokenVocabulary", "Tokenizer", "ToolCall", "Vocabulary",
+    "build_tokenizer", "convert_tiktoken", "parse_messages", "parse_tools", "resolve_effort", "train_tokenizer",
 ]

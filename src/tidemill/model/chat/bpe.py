@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 from tidemill.core.errors import ConfigError, InputError
 from tidemill.model.chat.control import K3_IDS
 from tidemill.model.chat.pattern import K3_PATTERN, LEARNING_PATTERN
-from tidemill.model.chat.tokenizer import GRAMMAR_WORDS, Tokenizer, add_control_tokens, byte_letters
+from tidemill.model.chat.tokenizer import GRAMMAR_WORDS, Tokenizer, add_control_tokens, byte_letters, own_control_names
 
 Pair = tuple[str, str]
 
@@ -57,7 +57,7 @@ def train_tokenizer(texts: Iterable[str], size: int, *, words: Sequence[str] = (
         merges = learnt[:fewer]
         vocabulary, extra = _with_words(merges, spelled)
     backend = bpe_backend(vocabulary, [*merges, *extra])
-    add_control_tokens(backend, len(vocabulary), spare=room - len(vocabulary))
+    add_control_tokens(backend, own_control_names(len(vocabulary), spare=room - len(vocabulary)))
     tokenizer = Tokenizer(backend)
     for word in wanted:
         if len(tokenizer.encode_text(word)) != 1:

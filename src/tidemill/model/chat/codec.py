@@ -25,7 +25,7 @@ from tidemill.model.chat.grammar import (
 from tidemill.model.chat.messages import Message
 from tidemill.model.chat.parser import StreamParser
 from tidemill.model.chat.texts import EFFORTS, OWN_TEXTS, InstructionTexts
-from tidemill.model.chat.tokenizer import Vocabulary
+from tidemill.model.chat.tokenizer import Vocabulary, decode_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,10 +127,7 @@ class ChatCodec:
 
     def describe(self, ids: Iterable[int]) -> str:
         """Ids as readable text, markers spelled out. For logs and people: ids cannot be had back from it."""
-        parts = bytearray()
-        for token_id in ids:
-            parts += self.vocabulary.token_bytes(token_id) or self.vocabulary.token_name(token_id).encode()
-        return parts.decode("utf-8", "replace")
+        return decode_ids(self.vocabulary, ids, control=True)
 
     def _format(self, wanted: Mapping[str, Any] | None) -> str:
         kind = "text" if wanted is None else wanted.get("type")

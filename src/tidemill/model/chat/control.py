@@ -29,6 +29,17 @@ def reserved_name(token_id: int) -> str:
     return f"<|reserved_token_{token_id}|>"
 
 
+K3_BASE = 163_584
+"""Tokens of the released vocabulary before its control ids."""
+NUM_CONTROL = 256
+
+
+def control_names(base: int) -> dict[int, str]:
+    """The 256 control ids behind `base` other tokens, by id: K3's names at K3's places, reserved names between."""
+    named = {token_id - K3_BASE: name for name, token_id in K3_IDS.items()}
+    return {base + i: named.get(i) or reserved_name(base + i) for i in range(NUM_CONTROL)}
+
+
 NOT_SPECIAL = frozenset((OPEN, CLOSE, SEP))
 """Kept when a decoder is told to skip special tokens; the other names are special."""
 

@@ -90,7 +90,8 @@ class Tokenizer:
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"cannot read the tokenizer {file}: {e}", field="tokenizer") from e
+            remedy = "Convert tiktoken.model with convert_tiktoken first." if (path / "tiktoken.model").exists() else ""
+            raise ConfigError(f"cannot read the tokenizer {file}: {e}", field="tokenizer", remedy=remedy) from e
         try:
             backend = BackendTokenizer.from_str(text)
         except Exception as e:  # the library raises bare Exception for every malformed file
@@ -137,12 +138,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], *, control: bool = True) -> str:
         """Text of ids; bytes that are no UTF-8 become U+FFFD. `control` keeps the spelling of control tokens."""
-        parts = bytearray()
-        for token_id in ids:
-            parts += self._bytes[token_id]
-            if control and token_id in self._names:
-                parts += self._names[token_id].encode()
-        return parts.decode("utf-8", "replace")
+        return decode_ids(self, ids, control=control)
 
 
 def build_tokenizer(words: Iterable[str] = (), *, multiple: int = 16) -> Tokenizer:
@@ -160,7 +156,8 @@ def build_tokenizer(words: Iterable[str] = (), *, multiple: int = 16) -> Tokeniz
     backend = BackendTokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()
-    add_control_tokens(backend, len(vocabulary), spare=-(len(vocabulary) + len(K3_IDS)) % multiple)
+    spare = -(len(vocabulary) + len(K3_IDS)) % multiple
+    add_control_tokens(backend, own_control_names(len(vocabulary), spare=spare))
     tokenizer = Tokenizer(backend)
     for word in wanted:
         if len(tokenizer.encode_text(word)) != 1:
@@ -171,13 +168,23 @@ def build_tokenizer(words: Iterable[str] = (), *, multiple: int = 16) -> Tokeniz
     return tokenizer
 
 
-def add_control_tokens(backend: BackendTokenizer, first: int, *, spare: int) -> None:
-    """Give `backend` the named control tokens from id `first`, `spare` reserved ones before the last two."""
+def own_control_names(first: int, *, spare: int) -> list[str]:
+    """The named control tokens from id `first`, `spare` reserved ones before the last two."""
     *names, unknown, pad = K3_IDS
-    names += [reserved_name(first + len(names) + i) for i in range(spare)]
-    backend.add_tokens([
-        AddedToken(name, special=name not in NOT_SPECIAL, normalized=False) for name in (*names, unknown, pad)
-    ])
+    return [*names, *(reserved_name(first + len(names) + i) for i in range(spare)), unknown, pad]
+
+
+def add_control_tokens(backend: BackendTokenizer, names: Iterable[str]) -> None:
+    """Give `backend` control tokens behind its other ids."""
+    backend.add_tokens([AddedToken(name, special=name not in NOT_SPECIAL, normalized=False) for name in names])
+
+
+def decode_ids(vocabulary: Vocabulary, ids: Iterable[int], *, control: bool) -> str:
+    """Text of ids; bytes that are no UTF-8 become U+FFFD. `control` keeps the spelling of control tokens."""
+    parts = bytearray()
+    for token_id in ids:
+        parts += vocabulary.token_bytes(token_id) or (vocabulary.token_name(token_id).encode() if control else b"")
+    return parts.decode("utf-8", "replace")
 
 
 def byte_letters() -> list[str]:
