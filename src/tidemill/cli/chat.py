@@ -128,11 +128,11 @@ def chat(
         _converse(RemotePartner(url, served_model, options), once, system)
         return
     from tidemill.engine import EmbeddedEngine, EngineConfig, EngineSpec, load_core
-    from tidemill.model.chat import Tokenizer
+    from tidemill.model.chat import load_tokenizer
 
     with model_folder(model, random_init=random_init) as folder:
         spec = EngineSpec(model=folder, adapter=adapter, config=EngineConfig(max_model_len=_CONTEXT, max_running=1))
-        tokenizer = Tokenizer.load(folder)
+        tokenizer = load_tokenizer(folder)
         engine = EmbeddedEngine(lambda: load_core(spec))
         try:
             _converse(LocalPartner(engine, tokenizer, options), once, system)

@@ -171,7 +171,7 @@ async def _engine_policy(stack: AsyncExitStack, wanted: Wanted, task: Task, tool
     import torch
 
     from tidemill.engine import EmbeddedEngine, EngineSpec, load_core
-    from tidemill.model.chat import ChatCodec, Tokenizer
+    from tidemill.model.chat import ChatCodec, load_tokenizer
     from tidemill.train.parts import engine_config
 
     if wanted.effort:
@@ -181,14 +181,12 @@ async def _engine_policy(stack: AsyncExitStack, wanted: Wanted, task: Task, tool
     agent = replace(wanted.config.agent, max_sampled_tokens=wanted.max_tokens, max_turns=wanted.max_turns,
                     concurrency=wanted.concurrency)
     torch.set_num_threads(wanted.config.threads)
-    codec = ChatCodec(Tokenizer.load(wanted.base))
+    codec = ChatCodec(load_tokenizer(wanted.base))
     spec = EngineSpec(model=wanted.base, adapter=wanted.adapter,
                       config=engine_config(replace(wanted.config, agent=agent)))
     engine = EmbeddedEngine(lambda: load_core(spec))
     stack.push_async_callback(engine.close)
     info = await engine.info()
-    if codec.vocabulary.size > info.vocab_size:
-        raise InputError(f"the tokenizer has {codec.vocabulary.size} tokens, the model {info.vocab_size}", field="base")
     harness = Harness(engine=engine, task=task, tools=tools, settings=agent,
                       scaffold=Scaffold(codec, tools, declare=task.declare_tools))
 

@@ -50,9 +50,9 @@ def _run(spec: EngineSpec, sock: socket.socket) -> None:
     import uvicorn
 
     from tidemill.engine.server import create_app
-    from tidemill.model.chat import Tokenizer
+    from tidemill.model.chat import load_tokenizer
 
-    tokenizer = Tokenizer.load(spec.model)
+    tokenizer = load_tokenizer(spec.model)
     launcher = LocalLauncher()
     try:
         engine = SpawnedEngine(spec, launcher)

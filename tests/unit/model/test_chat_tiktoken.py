@@ -180,7 +180,8 @@ def test_lone_surrogates_are_refused() -> None:
 
 @pytest.mark.parametrize(("change", "message"), [
     ({3: b"not base64! 3"}, r":4: expected a token"), ({3: b"?? 3"}, r":4: .*is not base64"),
-    ({3: b"JQ== x"}, r":4: expected"), ({3: b"JQ== -3"}, r":4: expected"), ({3: b""}, r":4: expected"), ({3: b" 3"}, r":4: an empty token"),
+    ({3: b"JQ== x"}, r":4: expected"), ({3: b"JQ== -3"}, r":4: expected"), ({3: b""}, r":4: expected"),
+    ({3: b" 3"}, r":4: an empty token"),
     ({3: b"JA==  3"}, ":4: expected"), ({4: b"JA== 4"}, r":5: the token b'\$' stands in line 4"),
     ({4: b"JQ== 3"}, ":5: rank 3 stands in line 4"), ({4: b"JQ== 999"}, ":5: rank 999 in a file of 256 tokens"),
     ({4: b"AAAA 4"}, "no token for the byte 0x25"), ({255: b"rQ== 25"}, ":256: rank 25 stands in line 26"),

@@ -21,7 +21,7 @@ from tidemill.engine.server.completions import completions
 from tidemill.engine.server.context import ServerContext, ServerLimits, read_json
 from tidemill.engine.server.errors import HttpError, error_response
 from tidemill.engine.server.schema import DetokenizeRequest, TokenizeRequest, parse_body
-from tidemill.model.chat import ChatCodec, Tokenizer, parse_messages
+from tidemill.model.chat import ChatCodec, Tokenizer, check_tokenizer, parse_messages
 
 __all__ = ["ServerLimits", "create_app"]
 
@@ -32,11 +32,9 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, *, info: EngineInfo, 
                codec: ChatCodec | None = None, limits: ServerLimits | None = None) -> Starlette:
     """The application for one engine. `models` are the names a request may use (`base` or `base:adapter`).
 
-    Raises InputError if tokenizer and model do not fit.
+    Raises ConfigError if tokenizer and model do not fit.
     """
-    if tokenizer.size > info.vocab_size:
-        raise InputError(f"the tokenizer has {tokenizer.size} tokens, the model {info.vocab_size}", field="tokenizer",
-                         remedy="Serve the model with the tokenizer it was trained with.")
+    check_tokenizer(tokenizer, vocab_size=info.vocab_size, source=info.model)
     context = ServerContext(engine=engine, tokenizer=tokenizer, codec=codec or ChatCodec(tokenizer), info=info,
                             models=tuple(models), limits=limits or ServerLimits())
     routes: list[tuple[str, str, Endpoint]] = [
