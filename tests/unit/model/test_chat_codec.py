@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -16,12 +17,15 @@ from tidemill.model.chat import (
     ChatOptions,
     InstructionTexts,
     Message,
+    ParsedCall,
+    TiktokenVocabulary,
+    Vocabulary,
     build_tokenizer,
     parse_messages,
     parse_tools,
     resolve_effort,
 )
-from tidemill.model.chat.control import K3_CONTROL, ControlIds
+from tidemill.model.chat.control import K3_CONTROL, K3_IDS, ControlIds
 from tidemill.model.chat.grammar import ARGUMENT_TYPES, argument_type, argument_value, escape, unescape
 
 TOKENIZER = build_tokenizer()
@@ -90,6 +94,11 @@ def test_published_ids_of_one_user_message() -> None:
 def test_published_ids_without_thinking() -> None:
     found = K3.prompt_ids(parse_messages([user()]), ChatOptions(thinking=False))
     assert found == ids(HI) + ids(SUFFIX.replace("39964", "12092"))
+
+
+def test_an_empty_reasoning_content_gives_way_to_its_alias() -> None:
+    (row,) = parse_messages([{"role": "assistant", "content": "a", "reasoning_content": "", "reasoning": "why"}])
+    assert row.reasoning == "why"
 
 
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
@@ -225,27 +234,72 @@ def test_a_longer_conversation_begins_with_the_shorter_one() -> None:
 
 # -- text stays text --------------------------------------------------------------------------------------------------
 
-HOSTILE = st.lists(st.sampled_from([
-    "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>", "[EOS]", "message", "response", ' role="system"', '"',
-    "&quot;", "&", "a", " ",
-]), max_size=8).map("".join)
+HOSTILE = st.lists(st.one_of(st.sampled_from([
+    *K3_IDS, "<|reserved_token_163592|>", "<|open|", "|>", "<|", "message", "response", "think", ' role="system"', '"',
+    "&quot;", "&amp;", "&", "a", " ", "\n", "```", "\\", "{", "}",
+]), st.text(st.characters(exclude_categories=("Cs",)), max_size=4)), max_size=6).map("".join)
+FIELDS = ("system", "name", "user", "reasoning", "content", "tool", "key", "value", "item", "raw", "result",
+          "tool_name", "declared", "described", "property", "added", "schema")
+PLAIN = {name: f"plain{i}" for i, name in enumerate(FIELDS)}
+BYTES_ONLY = TiktokenVocabulary({bytes([b]): b for b in range(256)})
 
 
-@given(content=HOSTILE, name=HOSTILE, result=HOSTILE, code=HOSTILE, key=HOSTILE)
-def test_no_content_adds_a_marker(content: str, name: str, result: str, code: str, key: str) -> None:
-    def rows(*texts: str) -> tuple[Message, ...]:
-        a, b, c, d, e = texts
-        return parse_messages([
-            {"role": "user", "content": a, "name": b},
-            {"role": "assistant", "content": a, "reasoning": "r" + c,
-             "tool_calls": [call("t" + b, json.dumps({e: d}), "x")]},
-            tool(c, "x"),
-        ])
+def conversation(texts: Mapping[str, str]) -> tuple[tuple[Message, ...], ChatOptions]:
+    """A conversation with each text in its own field; names are never empty."""
+    arguments = {"k" + texts["key"]: texts["value"], "list": [texts["item"], {texts["item"]: 1}]}
+    rows = parse_messages([
+        {"role": "developer", "content": texts["system"], "name": "n" + texts["name"]},
+        {"role": "system", "tools": [{"type": "function", "function": {
+            "name": "f" + texts["added"], "parameters": {texts["property"]: {"description": texts["added"]}}}}]},
+        {"role": "user", "content": texts["user"], "name": "n" + texts["name"]},
+        {"role": "assistant", "content": texts["content"], "reasoning_content": "r" + texts["reasoning"],
+         "tool_calls": [call("t" + texts["tool"], json.dumps(arguments), "x"),
+                        call("u" + texts["tool"], "{not json" + texts["raw"], "y")]},
+        tool(texts["result"], "y"), tool(texts["result"], "x"),
+        {"role": "assistant", "content": texts["content"], "reasoning": "r" + texts["reasoning"]},
+        tool(texts["result"], "none", name="t" + texts["tool_name"]),
+    ])
+    declared = parse_tools([{"type": "function", "function": {
+        "name": "f" + texts["declared"], "description": texts["described"],
+        "parameters": {"type": "object", "properties": {texts["property"]: {"enum": [texts["described"]]}}}}}])
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": {texts["schema"]: texts["schema"]}}}
+    return rows, ChatOptions(tools=declared, effort="high", tool_choice="required", response_format=form)
 
-    def marks(messages: tuple[Message, ...]) -> list[int]:
-        return [i for i in CODEC.prompt_ids(messages) if i in TOKENIZER.control_names]
 
-    assert marks(rows(content, name, result, code, key)) == marks(rows("a", "b", "c", "d", "e"))
+@pytest.mark.parametrize("vocabulary", [TOKENIZER, BYTES_ONLY], ids=["own", "tiktoken"])
+@given(st.fixed_dictionaries(dict.fromkeys(FIELDS, HOSTILE)))
+def test_no_text_in_any_field_adds_a_control_id(vocabulary: Vocabulary, texts: dict[str, str]) -> None:
+    codec = ChatCodec(vocabulary)
+
+    def control(wanted: Mapping[str, str]) -> list[int]:
+        rows, options = conversation(wanted)
+        return [i for i in codec.prompt_ids(rows, options) if vocabulary.token_name(i)]
+
+    assert control(texts) == control(PLAIN)
+    rows, options = conversation(texts)
+    for segment in (s for part in codec.render(rows, options) for s in part if isinstance(s, str)):
+        assert b"".join(vocabulary.token_bytes(i) for i in codec.encode([segment])).decode() == segment
+
+
+@given(st.fixed_dictionaries(dict.fromkeys(FIELDS, HOSTILE)))
+def test_what_was_written_can_be_read_back(texts: dict[str, str]) -> None:
+    """The assistant's message, parsed as if it had just been sampled."""
+    rows, _ = conversation(texts)
+    whole = CODEC.prompt_ids(rows[3:4], BARE)
+    prefix = CODEC.encode(CODEC.generation_prefix(thinking=True))
+    parser = CODEC.parser()
+    parser.push(whole[len(prefix):])
+    found = parser.message
+    assert (found.content, found.reasoning, found.stray) == (texts["content"], "r" + texts["reasoning"], "")
+    first = found.calls[0]
+    assert isinstance(first, ParsedCall)
+    assert (first.name, dict(first.arguments)) == (
+        "t" + texts["tool"], {"k" + texts["key"]: texts["value"], "list": [texts["item"], {texts["item"]: 1}]})
+
+
+def test_a_lone_surrogate_inside_arguments_is_refused() -> None:
+    with pytest.raises(InputError, match="surrogate"):
+        shown([user(), {"role": "assistant", "content": "", "tool_calls": [call("f", '{"a": "\\ud800"}')]}])
 
 
 @given(HOSTILE)
@@ -318,7 +372,7 @@ def test_bad_response_formats_are_refused(form: dict[str, Any]) -> None:
 def test_reasoning_effort() -> None:
     assert resolve_effort(None) == (True, "")
     assert resolve_effort("none") == (False, "")
-    assert resolve_effort("high") == (True, "high")
+    assert [resolve_effort(e) for e in ("low", "high", "max")] == [(True, "low"), (True, "high"), (True, "max")]
     with pytest.raises(InputError, match="medium"):
         resolve_effort("medium")
 

@@ -161,6 +161,14 @@ ARGUMENT = '<|open|>argument key="a" type="string"<|sep|>x<|close|>argument<|sep
      "not a JSON object"),
     ('<|open|>call tool="f"<|sep|><|open|>argument key="a" type="string"<|sep|>x[BOS]<|close|>argument<|sep|>'
      "<|close|>call<|sep|>", "control token"),
+    ('<|open|>call tool="f"<|sep|><|open|>argument key="a" type="string"<|sep|>x<|sep|>y<|close|>argument<|sep|>'
+     "<|close|>call<|sep|>", "separator"),
+    (f'<|open|>call tool="f"<|sep|><|open|>json type="object"<|sep|>{{}}<|close|>json<|sep|>{ARGUMENT}'
+     "<|close|>call<|sep|>", "given twice"),
+    (f'<|open|>call tool="f"<|sep|>{ARGUMENT}<|open|>json type="object"<|sep|>{{}}<|close|>json<|sep|>'
+     "<|close|>call<|sep|>", "given twice"),
+    ('<|open|>call tool="f"<|sep|><|open|>argument key="a" key="b" type="string"<|sep|>x<|close|>argument<|sep|>'
+     "<|close|>call<|sep|>", "malformed"),
 ])
 def test_malformed_calls_are_reported_and_not_carried_out(call: str, problem: str) -> None:
     found = message(body(call))
@@ -173,6 +181,49 @@ def test_malformed_calls_are_reported_and_not_carried_out(call: str, problem: st
 def test_a_malformed_call_does_not_spoil_its_neighbour() -> None:
     found = message(body('<|open|>call index="1"<|sep|><|close|>call<|sep|>' + CALL))
     assert [type(c) for c in found.calls] == [MalformedCall, ParsedCall]
+
+
+@pytest.mark.parametrize("header", [
+    'call index="1" tool="python"', 'call tool="python"', 'call  tool="python"  index="7" ',
+    'call index="" tool="python"',
+])
+def test_a_call_needs_only_its_tool_in_any_order(header: str) -> None:
+    found = message(body(CALL.replace('call tool="python" index="1"', header)))
+    assert found.calls == (ParsedCall(name="python", arguments={"code": "1+1"}),)
+
+
+def test_a_malformed_call_keeps_what_was_sampled_for_it() -> None:
+    (bad,) = message(body(CALL.replace('type="string"', 'type="int"'))).calls
+    assert isinstance(bad, MalformedCall)
+    assert bad.text == 'call tool="python" index="1"argument key="code" type="int"1+1argument'
+
+
+def test_an_argument_with_half_a_character_is_malformed_and_not_repaired() -> None:
+    before, after = body(CALL).split("1+1")
+    (bad,) = parse([*ids(before), *ids("€")[:2], *ids(after)])[0].calls
+    assert isinstance(bad, MalformedCall)
+    assert "not valid UTF-8" in bad.problem
+
+
+@pytest.mark.parametrize(("text", "reasoning", "content", "stray"), [
+    ("r<|close|>think<|sep|>x<|open|>response<|sep|>c<|end_of_msg|>", "r", "c", "x"),
+    ("r<|open|>file name=\"n\"<|sep|>x<|close|>file<|sep|><|end_of_msg|>", "rx", "", 'file name="n"file'),
+    ("r<|close|>think<|sep|><|open|>file<|sep|>x<|close|>file<|sep|><|end_of_msg|>", "r", "", "filexfile"),
+    ("r<|open|>thi<|open|>response<|sep|>c<|end_of_msg|>", "r", "c", "thi"),
+    ("r<|close|>thi[BOS]nk<|sep|>s<|end_of_msg|>", "rs", "", "thi[BOS]nk"),
+    ("r<|close|>think<|sep|><|open|>response<|sep|>c<|close|>respon", "r", "c", "respon"),
+    ('r<|open|>response kind="k"<|sep|>c<|end_of_msg|>', "r", "c", ' kind="k"'),
+    ("r<|close|>think<|sep|><|open|>think<|sep|>s<|close|>response<|sep|>t<|end_of_msg|>", "rst", "", "response"),
+])
+def test_text_that_belongs_nowhere_is_reported(text: str, reasoning: str, content: str, stray: str) -> None:
+    found = message(text)
+    assert (found.reasoning, found.content, found.stray) == (reasoning, content, stray)
+    assert found.deviations or not found.complete
+
+
+def test_a_control_token_does_not_join_the_halves_of_a_character() -> None:
+    euro = ids("€")
+    assert parse([*euro[:1], C.bos, *euro[1:]], thinking=False)[0].content.count("€") == 0
 
 
 def test_raw_json_arguments_are_understood() -> None:
@@ -223,7 +274,7 @@ def test_nothing_counts_after_the_end() -> None:
 
 
 def test_deviations_are_noted_but_not_without_end() -> None:
-    assert len(message("<|sep|>" * 10_000 + TAIL).deviations) == 50
+    assert len(parse([C.sep] * 10_000)[0].deviations) == 50
 
 
 # -- properties -------------------------------------------------------------------------------------------------------

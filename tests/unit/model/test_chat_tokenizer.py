@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as BackendTokenizer
 
 from tidemill.core.errors import ConfigError, InputError
-from tidemill.model.chat import Tokenizer, build_tokenizer
+from tidemill.model.chat import TiktokenVocabulary, Tokenizer, Vocabulary, build_tokenizer, train_tokenizer
 from tidemill.model.chat.control import K3_CONTROL, K3_IDS
 from tidemill.model.chat.tokenizer import GRAMMAR_WORDS
 
 WORDS = ("oak", "fir", "elm", " ash")
 TOKENIZER = build_tokenizer(WORDS)
+LEARNT = train_tokenizer(["ababab caca " + "".join(map(chr, range(0x400, 0x500))) * 2] * 2, 512)
+RANKS = TiktokenVocabulary({bytes([b]): b for b in range(256)})
 CONTROL_IDS = set(TOKENIZER.control_names)
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=60)
 MARKED = st.lists(st.one_of(TEXTS, st.sampled_from([*K3_IDS, "<|reserved_token_9|>"])), max_size=6).map("".join)
@@ -28,6 +30,13 @@ def test_any_text_round_trips_and_never_becomes_a_control_token(text: str) -> No
     assert TOKENIZER.decode(ids) == text
     assert not CONTROL_IDS & set(ids)
     assert all(0 <= i < TOKENIZER.size for i in ids)
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, LEARNT, RANKS], ids=["words", "learnt", "tiktoken"])
+def test_characters_of_all_planes_round_trip(tokenizer: Vocabulary) -> None:
+    characters = [chr(c) for c in (*range(0x3000), *range(0x3000, 0x110000, 37)) if not 0xD800 <= c < 0xE000]
+    for text in ("".join(characters), "a".join(characters[::5]), " ".join(characters[::11])):
+        assert b"".join(tokenizer.token_bytes(i) for i in tokenizer.encode_text(text)).decode() == text
 
 
 @given(st.binary(max_size=40))

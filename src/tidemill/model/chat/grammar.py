@@ -73,11 +73,14 @@ def message(attributes: Sequence[tuple[str, str]], body: Segments) -> Segments:
 
 
 def parse_header(text: str) -> tuple[str, dict[str, str]] | None:
-    """Tag and attributes of what stands between a marker and its separator; None if it is malformed."""
+    """Tag and attributes of what stands between a marker and its separator; None if it is malformed or names an
+    attribute twice."""
     found = _HEADER.fullmatch(text)
     if found is None:
         return None
-    return found[1], {m[1]: unescape(m[2]) for m in _ATTRIBUTE.finditer(found[2])}
+    pairs = [(m[1], unescape(m[2])) for m in _ATTRIBUTE.finditer(found[2])]
+    attributes = dict(pairs)
+    return (found[1], attributes) if len(attributes) == len(pairs) else None
 
 
 def render_system(kind: str, body: str) -> Segments:

@@ -80,7 +80,7 @@ def _message(row: Mapping[str, Any], at: str) -> Message:
     if role is None:
         _refuse(f"{at}.role", row.get("role"), "one of " + ", ".join(_ROLES))
     reasoning = row.get("reasoning_content")
-    if reasoning is None:
+    if reasoning in (None, ""):
         reasoning = row.get("reasoning")
     calls = row.get("tool_calls") or ()
     if calls and role != "assistant":

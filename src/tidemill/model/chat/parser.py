@@ -4,6 +4,10 @@ Works on ids, so a marker is a marker only if it was sampled as one. Accepts wha
 never closed, an answer inside the think channel, calls without an answer) and says so in `deviations`; a call that
 cannot be understood is reported as malformed and never guessed at. Feeding the same ids in any pieces gives the same
 message, and the deltas joined give its texts.
+
+Every sampled character before the end is in exactly one place: reasoning, content, a call's name and arguments, a
+malformed call's `text`, `stray`, or in a marker that was understood. Only white space between the parts of a call and a
+last character whose bytes are incomplete are not kept.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, cast
 
-from tidemill.model.chat.grammar import ARGUMENT_TYPES, argument_value, parse_header
+from tidemill.model.chat.grammar import ARGUMENT_TYPES, argument_value, escape, parse_header
 from tidemill.model.chat.tokenizer import Vocabulary
 
 Channel = Literal["reasoning", "content"]
@@ -46,10 +50,14 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MalformedCall:
-    """A call that was begun and cannot be understood; `problem` says why, for whoever made it."""
+    """A call that was begun and cannot be understood; `problem` says why, for whoever made it.
+
+    text  what was sampled for it, without the markers' signs: headers and values in order
+    """
 
     name: str
     problem: str
+    text: str = ""
 
 
 Event = TextDelta | ParsedCall | MalformedCall
@@ -62,6 +70,8 @@ class ParsedMessage:
     calls      whole and malformed calls in order
     complete   the message was ended by the model, not cut off
     deviations what did not follow the grammar, for logs
+    stray      text that belongs nowhere: between channels, in markers that are malformed, misplaced or cut off, and
+               attributes that mean nothing
     """
 
     reasoning: str
@@ -70,6 +80,7 @@ class ParsedMessage:
     complete: bool
     reasoning_tokens: int
     deviations: tuple[str, ...]
+    stray: str
 
     @property
     def tool_calls(self) -> tuple[ParsedCall, ...]:
@@ -87,11 +98,42 @@ class _Where(Enum):
     DONE = "after the end"
 
 
+class _Kept:
+    """Bytes kept for a report. What stands on both sides of a control token never joins into one character."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytearray] = [bytearray()]
+
+    def add(self, data: bytes | bytearray) -> None:
+        self._pieces[-1] += data
+
+    def cut(self) -> None:
+        if self._pieces[-1]:
+            self._pieces.append(bytearray())
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.decode("utf-8", "replace") for piece in self._pieces)
+
+
+@dataclass(slots=True)
+class _Header:
+    """What stands between a marker and its separator."""
+
+    opens: bool
+    raw: bytearray = field(default_factory=bytearray)
+    broken: bool = False
+    """A control token stands in it."""
+
+
 @dataclass(slots=True)
 class _Call:
     name: str
+    kept: _Kept = field(default_factory=_Kept)
     problem: str = ""
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
+    whole: bool = False
+    """Its arguments came as one JSON object."""
     key: str = ""
     kind: str = ""
     """Type of the open argument; `json` for arguments carried raw."""
@@ -116,11 +158,14 @@ class StreamParser:
         self._texts: dict[Channel, list[str]] = {"reasoning": [], "content": []}
         self._held: list[str] = []
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._header: tuple[int, bytearray] | None = None
+        self._header: _Header | None = None
         self._call: _Call | None = None
         self._calls: list[ParsedCall | MalformedCall] = []
         self._deviations: list[str] = []
+        self._undecided = thinking
+        """The think channel may still turn out to hold the answer."""
         self._reasoning_tokens = 0
+        self._stray = _Kept()
         self._complete = False
         self._events: list[Event] = []
 
@@ -135,7 +180,7 @@ class StreamParser:
         return ParsedMessage(
             reasoning="".join(self._texts["reasoning"]), content="".join(self._texts["content"]),
             calls=tuple(self._calls), complete=self._complete, reasoning_tokens=self._reasoning_tokens,
-            deviations=tuple(self._deviations),
+            deviations=tuple(self._deviations), stray=self._stray.text,
         )
 
     def push(self, ids: Iterable[int]) -> list[Event]:
@@ -149,9 +194,11 @@ class StreamParser:
         return self._take()
 
     def finish(self) -> list[Event]:
-        """The generation ended. A marker or character cut in two is dropped; a call cut off is malformed."""
+        """The generation ended. A marker cut off is stray, a character cut in two dropped, a call cut off malformed."""
         if self._where is not _Where.DONE:
-            self._header = None
+            if self._header is not None:
+                self._reject(self._header.raw)
+                self._header = None
             self._decoder.reset()
             self._release_reasoning()
             self._end_call("it was cut off")
@@ -164,51 +211,76 @@ class StreamParser:
         return token_id in (self._open, self._close, self._sep, *self._ends)
 
     def _token(self, token_id: int) -> None:
+        data = self._vocabulary.token_bytes(token_id)
+        if data:
+            self._text(data)
+            return
+        self._kept.cut()
+        self._control(token_id)
+        self._kept.cut()
+
+    def _control(self, token_id: int) -> None:
         if token_id in self._ends:
             self._drop_header("the end of the message inside a marker")
             self._end_message()
         elif token_id in (self._open, self._close):
             self._drop_header("a marker inside a marker")
             self._flush_text()
-            self._header = (token_id, bytearray())
+            self._header = _Header(token_id == self._open)
         elif token_id == self._sep:
-            if self._header is None:
+            header, self._header = self._header, None
+            if header is None:
+                self._flush_text()
                 self._deviate("a separator without a marker")
-                return
-            (kind, raw), self._header = self._header, None
-            self._marker(kind == self._open, raw.decode("utf-8", "replace"))
-        else:
-            data = self._vocabulary.token_bytes(token_id)
-            if data:
-                self._text(data)
+                self._blame("a separator stands in it")
             else:
-                self._deviate(f"control token {self._vocabulary.token_name(token_id)} in text")
-                self._blame("a control token stands in it")
+                self._marker(header)
+        else:
+            name = self._vocabulary.token_name(token_id)
+            self._flush_text()
+            self._deviate(f"control token {name} in text")
+            self._blame("a control token stands in it")
+            if self._header is not None:
+                self._header.broken = True
+                self._header.raw += name.encode()
 
     def _text(self, data: bytes) -> None:
         if self._header is not None:
-            self._header[1].extend(data)
+            self._header.raw += data
         elif self._where is _Where.THINK:
             self._add("reasoning", self._decoder.decode(data))
         elif self._where is _Where.RESPONSE:
             self._add("content", self._decoder.decode(data))
         elif self._where is _Where.VALUE and self._call is not None:
             self._call.value += data
-        elif data.strip():
-            self._deviate(f"text {self._where.value}")
-            if self._call is not None:
+            self._call.kept.add(data)
+        else:
+            self._reject(data)
+            if data.strip():
+                self._deviate(f"text {self._where.value}")
                 self._blame("there is text outside its arguments")
 
-    def _marker(self, opens: bool, header: str) -> None:
-        parsed = parse_header(header)
+    def _marker(self, header: _Header) -> None:
+        parsed = None if header.broken else _parse(header.raw)
         if parsed is None:
-            self._deviate(f"malformed marker {header[:40]!r}")
+            self._deviate(f"malformed marker {header.raw[:40].decode('utf-8', 'replace')!r}")
             self._blame("a marker in it is malformed")
+            self._reject(header.raw)
             return
         tag, attributes = parsed
-        if not (self._opened(tag, attributes) if opens else self._closed(tag)):
-            self._deviate(f"{'opening' if opens else 'closing'} {tag[:40]!r} {self._where.value}")
+        if not (self._opened(tag, attributes) if header.opens else self._closed(tag)):
+            self._deviate(f"{'opening' if header.opens else 'closing'} {tag[:40]!r} {self._where.value}")
             self._blame(f"{tag[:40]!r} does not belong in a call")
+            self._reject(header.raw)
+            return
+        known = _known(tag, attributes) if header.opens else {}
+        unknown = {k: v for k, v in attributes.items() if k not in known}
+        if unknown:
+            self._deviate(f"attributes {', '.join(unknown)[:40]!r} of {tag!r}")
+            self._stray.cut()
+            self._stray.add(_spelled(unknown))
+        if self._call is not None:
+            self._call.kept.add(tag.encode() + _spelled(known))
 
     def _opened(self, tag: str, attributes: Mapping[str, str]) -> bool:
         where = self._where
@@ -236,7 +308,7 @@ class StreamParser:
         if tag == "message":
             self._end_message()
             return True
-        if tag == "response" and where is _Where.THINK:
+        if tag == "response" and where is _Where.THINK and self._undecided:
             self._reclassify()
             self._where = _Where.BODY
             return True
@@ -263,8 +335,10 @@ class StreamParser:
         call = cast("_Call", self._call)
         call.value = bytearray()
         call.key, call.kind = attributes.get("key", ""), attributes.get("type", "")
+        if call.whole or (tag == "json" and call.arguments):
+            self._blame("its arguments are given twice")
         if tag == "json":
-            call.kind = "json"
+            call.kind, call.whole = "json", True
         elif "key" not in attributes:
             self._blame("an argument has no key")
         elif call.key in call.arguments:
@@ -274,12 +348,16 @@ class StreamParser:
         self._where = _Where.VALUE
 
     def _end_argument(self, call: _Call) -> None:
-        text = call.value.decode("utf-8", "replace")
+        try:
+            text = call.value.decode()
+        except UnicodeDecodeError:
+            self._blame(f"argument {call.key!r} is not valid UTF-8")
+            return
         if call.kind != "json":
             call.arguments.setdefault(call.key, argument_value(text, call.kind))
             return
         value = argument_value(text, "object")
-        if isinstance(value, dict) and not call.arguments:
+        if isinstance(value, dict):
             call.arguments = cast("dict[str, Any]", value)
         else:
             self._blame("its arguments are not a JSON object")
@@ -290,7 +368,7 @@ class StreamParser:
         if call is None:
             return
         problem = call.problem or problem
-        done = MalformedCall(name=call.name, problem=problem) if problem \
+        done = MalformedCall(name=call.name, problem=problem, text=call.kept.text) if problem \
             else ParsedCall(name=call.name, arguments=call.arguments)
         self._calls.append(done)
         self._events.append(done)
@@ -305,7 +383,7 @@ class StreamParser:
         if not text:
             return
         self._texts[channel].append(text)
-        if channel == "reasoning" and self._hold:
+        if channel == "reasoning" and self._hold and self._undecided:
             self._held.append(text)
         else:
             self._events.append(TextDelta(channel, text))
@@ -318,6 +396,7 @@ class StreamParser:
             self._add("reasoning" if self._where is _Where.THINK else "content", rest)
 
     def _release_reasoning(self) -> None:
+        self._undecided = False
         if self._held:
             self._events.append(TextDelta("reasoning", "".join(self._held)))
             self._held.clear()
@@ -328,6 +407,7 @@ class StreamParser:
         self._deviate("an answer in the think channel")
         self._texts["reasoning"].clear()
         self._held.clear()
+        self._undecided = False
         self._reasoning_tokens = 0
         if text:
             self._texts["content"].append(text)
@@ -347,10 +427,19 @@ class StreamParser:
         self._where = _Where.DONE
 
     def _drop_header(self, what: str) -> None:
-        if self._header is not None:
-            self._header = None
+        header, self._header = self._header, None
+        if header is not None:
             self._deviate(what)
             self._blame("a marker in it is malformed")
+            self._reject(header.raw)
+
+    def _reject(self, data: bytes | bytearray) -> None:
+        """Keep text that belongs nowhere: with the open call if there is one."""
+        self._kept.add(data)
+
+    @property
+    def _kept(self) -> _Kept:
+        return self._stray if self._call is None else self._call.kept
 
     def _deviate(self, what: str) -> None:
         if len(self._deviations) < _MAX_DEVIATIONS:
@@ -367,3 +456,21 @@ class StreamParser:
                 events.append(event)
         self._events = []
         return events
+
+
+def _known(tag: str, attributes: Mapping[str, str]) -> dict[str, str]:
+    """The attributes that mean something. The place of a call is its place in the list, whatever its index says."""
+    names = {"call": ("tool", "index"), "argument": ("key", "type"), "json": ("type",)}.get(tag, ())
+    return {k: v for k, v in attributes.items() if k in names
+            and (k != "index" or v.isdecimal()) and (tag != "json" or v == "object")}
+
+
+def _spelled(attributes: Mapping[str, str]) -> bytes:
+    return "".join(f' {name}="{escape(value)}"' for name, value in attributes.items()).encode()
+
+
+def _parse(raw: bytearray) -> tuple[str, dict[str, str]] | None:
+    try:
+        return parse_header(raw.decode())
+    except UnicodeDecodeError:
+        return None
