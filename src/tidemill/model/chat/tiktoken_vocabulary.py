@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -88,7 +88,7 @@ class TiktokenVocabulary:
     def token_name(self, token_id: int) -> str:
         return self._names.get(token_id, "")
 
-    def decode(self, ids: list[int], *, control: bool = True) -> str:
+    def decode(self, ids: Iterable[int], *, control: bool = True) -> str:
         """Text of ids; bytes that are no UTF-8 become U+FFFD. `control` keeps the spelling of control tokens."""
         return decode_ids(self, ids, control=control)
 
