@@ -153,6 +153,8 @@ ARGUMENT = '<|open|>argument key="a" type="string"<|sep|>x<|close|>argument<|sep
      "<|close|>call<|sep|>", "type 'int'"),
     ('<|open|>call tool="f"<|sep|><|open|>argument key="a" type="string"<|sep|>x<|close|>call<|sep|>', "not closed"),
     (f'<|open|>call tool="f"<|sep|>{ARGUMENT}', "not closed"),
+    (f'<|open|>call tool=f<|sep|>{ARGUMENT}<|close|>call<|sep|>', "its header is malformed"),
+    (f'<|open|>call tool="f[BOS]"<|sep|>{ARGUMENT}<|close|>call<|sep|>', "its header is malformed"),
     ('<|open|>call tool="f"<|sep|>hello<|close|>call<|sep|>', "outside its arguments"),
     ('<|open|>call tool="f"<|sep|><|open|>argument key=a<|sep|>x<|close|>argument<|sep|><|close|>call<|sep|>',
      "malformed"),
@@ -224,6 +226,12 @@ def test_text_that_belongs_nowhere_is_reported(text: str, reasoning: str, conten
 def test_a_control_token_does_not_join_the_halves_of_a_character() -> None:
     euro = ids("€")
     assert parse([*euro[:1], C.bos, *euro[1:]], thinking=False)[0].content.count("€") == 0
+
+
+def test_a_malformed_header_ends_the_call_before_it() -> None:
+    found = message(body(f'<|open|>call tool="f"<|sep|>{ARGUMENT}<|open|>call tool=g<|sep|><|close|>call<|sep|>'))
+    assert [c.problem for c in found.calls if isinstance(c, MalformedCall)] == [
+        "it was not closed before the next one", "its header is malformed"]
 
 
 def test_raw_json_arguments_are_understood() -> None:

@@ -98,6 +98,9 @@ class _Where(Enum):
     DONE = "after the end"
 
 
+_IN_TOOLS = (_Where.TOOLS, _Where.CALL, _Where.VALUE)
+
+
 class _Kept:
     """Bytes kept for a report. What stands on both sides of a control token never joins into one character."""
 
@@ -264,6 +267,9 @@ class StreamParser:
         parsed = None if header.broken else _parse(header.raw)
         if parsed is None:
             self._deviate(f"malformed marker {header.raw[:40].decode('utf-8', 'replace')!r}")
+            if header.opens and self._where in _IN_TOOLS and header.raw.split()[:1] == [b"call"]:
+                self._begin_call("")
+                self._blame("its header is malformed")
             self._blame("a marker in it is malformed")
             self._reject(header.raw)
             return
@@ -291,12 +297,10 @@ class StreamParser:
         if tag == "think" and where is _Where.BODY:
             self._where = _Where.THINK
             return True
-        if tag == "call" and where in (_Where.TOOLS, _Where.CALL, _Where.VALUE):
-            self._end_call("it was not closed before the next one")
-            self._call = _Call(attributes.get("tool", ""))
-            if not self._call.name:
+        if tag == "call" and where in _IN_TOOLS:
+            self._begin_call(attributes.get("tool", ""))
+            if not attributes.get("tool"):
                 self._blame("it names no tool")
-            self._where = _Where.CALL
             return True
         if tag in ("argument", "json") and where is _Where.CALL and self._call is not None:
             self._begin_argument(tag, attributes)
@@ -315,7 +319,7 @@ class StreamParser:
         if tag in ("think", "response") and where is _Where[tag.upper()]:
             self._leave()
             return True
-        if tag == "tools" and where in (_Where.TOOLS, _Where.CALL, _Where.VALUE):
+        if tag == "tools" and where in _IN_TOOLS:
             self._leave()
             return True
         if tag == "call" and where in (_Where.CALL, _Where.VALUE):
@@ -330,6 +334,11 @@ class StreamParser:
         return False
 
     # -- calls ----------------------------------------------------------------------------------------------------
+
+    def _begin_call(self, name: str) -> None:
+        self._end_call("it was not closed before the next one")
+        self._call = _Call(name)
+        self._where = _Where.CALL
 
     def _begin_argument(self, tag: str, attributes: Mapping[str, str]) -> None:
         call = cast("_Call", self._call)
