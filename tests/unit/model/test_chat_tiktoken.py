@@ -147,7 +147,8 @@ def test_ids_are_those_of_tiktoken_and_round_trip(text: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "pieces"), [
-    ("森林abc", ["森林", "abc"]), ("it's IT'S", ["it's", " IT'S"]), ("HTTPServer", ["HTTPServer"]),
+    ("森林abc", ["森林", "abc"]), ("ABC森林", ["ABC", "森林"]), ("it's IT'S", ["it's", " IT'S"]),
+    ("HTTPServer", ["HTTPServer"]),
     ("camelCase", ["camel", "Case"]), ("1234567", ["123", "456", "7"]), (" !?\n\nx", [" !?\n\n", "x"]),
     ("a  \n\n b", ["a", "  \n\n", " b"]), ("a   b", ["a", "  ", " b"]), ("a  ", ["a", "  "]), ("(word", ["(word"]),
     ("we'LL", ["we'LL"]), ("o'clock", ["o", "'clock"]), ("x=1", ["x", "=", "1"]), ("é\u0301a", ["é\u0301a"]),
@@ -239,7 +240,7 @@ def test_names_control_ids_and_bytes_are_kept(tmp_path: Path) -> None:
         *SMALL.encode_text("words "), SMALL.control.open, *SMALL.encode_text(" there")]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.lists(st.text("abc", min_size=2, max_size=6), unique=True, max_size=40), st.text("abc", max_size=40))
 def test_any_ranks_at_all_are_converted_exactly(tokens: list[str], text: str) -> None:
     """Ranks no training would give: parts that rank behind the whole, tokens that merging never reaches."""
