@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Literal, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tidemill.core.errors import InputError
 from tidemill.model.config import ModelConfig
 from tidemill.model.initialisation import reset_parameters
-from tidemill.model.layers import DecoderLayer, Linear, RMSNorm, RoutedExperts, Weight, mixture
+from tidemill.model.layers import DecoderLayer, Linear, RMSNorm, RoutedExperts, Weight, mixture, pick
 from tidemill.parallel import ParallelContext, single
+
+Recompute = Literal["none", "layer"]
+"""What backward computes again. none: nothing beyond what single operations recompute by themselves; layer: every
+decoder layer from its inputs (bank and running sum), so that only those are kept between the passes."""
 
 
 class ScoreObserver(Protocol):
@@ -26,9 +32,10 @@ class ScoreObserver(Protocol):
 class TextModel(nn.Module):
     """Embedding, layers and final mixture. Parameter names below `model.` equal the checkpoint's."""
 
-    def __init__(self, config: ModelConfig, parallel: ParallelContext) -> None:
+    def __init__(self, config: ModelConfig, parallel: ParallelContext, recompute: Recompute) -> None:
         super().__init__()
         text = config.text_config
+        self.recompute = recompute
         d, dtype = text.hidden_size, text.torch_dtype
         self.eps = text.rms_norm_eps
         self.embed_tokens = Weight(text.vocab_size, d, dtype=dtype)
@@ -38,30 +45,32 @@ class TextModel(nn.Module):
             self.output_attn_res_norm, self.output_attn_res_proj = Weight(d, dtype=dtype), Weight(1, d, dtype=dtype)
         self.norm = RMSNorm(d, text.rms_norm_eps, dtype)
 
-    def forward(self, input_ids: Tensor, select: Tensor | None, observer: ScoreObserver | None) -> Tensor:
+    def forward(self, input_ids: Tensor, cu_seqlens: Tensor | None, select: Tensor | None,
+                observer: ScoreObserver | None) -> Tensor:
         """Normed hidden states [B, T, d], or [S, d] at the flat positions `select`."""
         p = F.embedding(input_ids, self.embed_tokens.weight)
-        bank: list[Tensor] = []
+        bank: Sequence[Tensor] = []
         for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
-            y = layer.attend(bank, p)
-            if layer.starts_block:
-                bank, p = [*bank, p], y
-            else:
-                p = p + y
             last = layer.index == len(self.layers) - 1
-            if last and select is not None and observer is None:
-                # After the last token mixer nothing looks at other tokens: the rest runs at the wanted ones only.
-                bank, p, select = [_pick(b, select) for b in bank], _pick(p, select), None
-            out, scores = layer.feed_forward(bank, p)
-            p = p + out
+            # After the last token mixer nothing looks at other tokens: the rest runs at the wanted ones only.
+            at = select if last and observer is None else None
+            bank, p, scores = self._layer(layer, bank, p, cu_seqlens, at)
+            if at is not None:
+                select = None
             if observer is not None and scores is not None:
-                observer.observe(layer.index, scores.detach())
+                observer.observe(cast("DecoderLayer", layer).index, scores.detach())
         if select is not None:
-            bank, p = [_pick(b, select) for b in bank], _pick(p, select)
+            bank, p = [pick(b, select) for b in bank], pick(p, select)
         if self.mixes:
             p = mixture([*bank, p], self.output_attn_res_norm, self.output_attn_res_proj, self.eps)
         return self.norm(p)
+
+    def _layer(self, layer: nn.Module, bank: Sequence[Tensor], p: Tensor, cu_seqlens: Tensor | None,
+               select: Tensor | None) -> tuple[Sequence[Tensor], Tensor, Tensor | None]:
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return layer(bank, p, cu_seqlens, select)
+        return cast("tuple[Sequence[Tensor], Tensor, Tensor | None]", checkpoint(
+            layer, bank, p, cu_seqlens, select, use_reentrant=False, preserve_rng_state=False))  # nothing is random
 
 
 class CausalLM(nn.Module):
@@ -71,12 +80,12 @@ class CausalLM(nn.Module):
     """
 
     def __init__(self, config: ModelConfig, parallel: ParallelContext | None = None, *, seed: int = 0,
-                 initialise: bool = True) -> None:
+                 initialise: bool = True, recompute: Recompute = "none") -> None:
         super().__init__()
         self.config = config
         self.parallel = parallel or single()
         text = config.text_config
-        self.model = TextModel(config, self.parallel)
+        self.model = TextModel(config, self.parallel, recompute)
         self.lm_head = Linear(text.hidden_size, text.vocab_size, text.torch_dtype)
         if initialise:
             self.reset_parameters(seed)
@@ -91,13 +100,15 @@ class CausalLM(nn.Module):
             if isinstance(module, RoutedExperts):
                 module.fake_quant = enabled
 
-    def forward(self, input_ids: Tensor, *, select: Tensor | None = None,
+    def forward(self, input_ids: Tensor, *, cu_seqlens: Tensor | None = None, select: Tensor | None = None,
                 observer: ScoreObserver | None = None) -> Tensor:
         """Logits[B, T, V] of input_ids[B, T] int64, in the model's dtype; or [S, V] at `select`.
 
-        Rows are right-padded: what stands after a sequence's end changes nothing before it. select[S] int64 are
+        Rows are right-padded: what stands after a sequence's end changes nothing before it. With cu_seqlens int64
+        [n + 1] the one row holds n documents, each computed as if it stood alone. select[S] int64 are
         positions in the flattened [B·T]; only they pass the last feed-forward block and the head. `observer` gets
-        router scores of all tokens. InputError if ids are not [B, T] int64 within the vocabulary.
+        router scores of all tokens. InputError if ids are not [B, T] int64 within the vocabulary, or cu_seqlens
+        does not fit them.
         """
         if input_ids.dim() != 2 or input_ids.dtype is not torch.int64:
             raise InputError(f"input_ids is {input_ids.dtype} of shape {tuple(input_ids.shape)}: expected int64 [B, T]",
@@ -106,8 +117,4 @@ class CausalLM(nn.Module):
         if input_ids.numel() and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < vocab:
             raise InputError(f"input_ids holds an id outside 0..{vocab - 1}", field="input_ids",
                              remedy="Check that the tokenizer belongs to this model.")
-        return self.lm_head(self.model(input_ids, select, observer))
-
-
-def _pick(x: Tensor, select: Tensor) -> Tensor:
-    return x.flatten(0, 1).index_select(0, select)
+        return self.lm_head(self.model(input_ids, cu_seqlens, select, observer))

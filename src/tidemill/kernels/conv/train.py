@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tidemill.core.errors import InputError
+from tidemill.kernels.packing import document_bounds
 from tidemill.kernels.pointwise import wide
 
 WIDTH = 4
@@ -47,15 +49,56 @@ def _convolve(padded: Tensor, w: Tensor) -> Tensor:
     return y
 
 
-def short_conv_train(x: Tensor, w: Tensor, state: Tensor | None = None) -> Tensor:
+class _Spread(torch.autograd.Function):
+    """x[1, T, C] to `places` (all different) of zeros [1, size, C]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(places)
+        return x.new_zeros((1, size, x.shape[2])).index_copy_(1, places, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        return grad_outputs[0].index_select(1, places), None, None
+
+
+class _Take(torch.autograd.Function):
+    """The inverse: `places` (all different) of x[1, size, C]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.size = x.shape[1]
+        return x.index_select(1, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        dy = grad_outputs[0]
+        return dy.new_zeros((1, ctx.size, dy.shape[2])).index_copy_(1, places, dy), None
+
+
+def short_conv_train(x: Tensor, w: Tensor, state: Tensor | None = None, *,
+                     cu_seqlens: Tensor | None = None) -> Tensor:
     """silu of the causal width-4 convolution of x[B, T, C] -> [B, T, C] in x's dtype; differentiable in x, w and
     state.
 
     w[C, 4] or [C, 1, 4]; state[B, 3, C] holds the three inputs before x (None: zeros). fp32 inside (fp64 for fp64).
+    With cu_seqlens int64 [n + 1] the one row holds n documents, each of which begins with zeros before it. InputError
+    if cu_seqlens does not fit or comes with a state.
     """
-    xf = wide(x)
+    xf, taps = wide(x), w.reshape(-1, WIDTH).to(torch.promote_types(x.dtype, torch.float32))
+    if cu_seqlens is not None:
+        if state is not None:
+            raise InputError("packed documents begin with zeros: give no state", field="state")
+        lengths = document_bounds(x.shape[0], x.shape[1], cu_seqlens).diff()
+        gaps = (WIDTH - 1) * torch.arange(len(lengths)).repeat_interleave(lengths)
+        ends = torch.arange(x.shape[1]) + gaps
+        padded = _Spread.apply(xf, ends + (WIDTH - 1), x.shape[1] + (WIDTH - 1) * len(lengths))
+        return _Take.apply(_ShortConv.apply(padded, taps), ends).to(x.dtype)
     if state is None:
         padded = F.pad(xf, (0, 0, WIDTH - 1, 0))
     else:
         padded = torch.cat([state.to(xf.dtype), xf], dim=1)
-    return _ShortConv.apply(padded, w.reshape(-1, WIDTH).to(xf.dtype)).to(x.dtype)
+    return _ShortConv.apply(padded, taps).to(x.dtype)

@@ -1,8 +1,8 @@
 """KDA in chunks of 16 tokens, the training form: products over whole chunks, one sequential step per chunk.
 
-Source: Kimi Linear report (WY form) and K3 technical report (bounded decay). Plain torch with the gradient written out: kept
-for backward are the inputs and the state before every eighth chunk; the rest is computed again, eight chunks at a time. Equals
-the recurrence to rounding, not by bits. README.md has the derivation of both passes.
+Source: Kimi Linear report (WY form) and K3 technical report (bounded decay). Plain torch with the gradient written
+out: kept for backward are the inputs and the state before every eighth chunk; the rest is computed again, eight chunks
+at a time. Equals the recurrence to rounding, not by bits. README.md has the derivation of both passes.
 
 Per head and chunk, with G_i the inclusive cumulative log decay inside the chunk and S the incoming state:
 

@@ -2,8 +2,8 @@
 
     A[i,j] = Σ_d k_i[d] k_j[d] exp(G_i[d] − G_j[d])      N[i,j] = Σ_d q_i[d] k_j[d] exp(G_i[d] − G_j[d])      j <= i
 
-G is the inclusive cumulative log decay of the chunk. Only entries on and below the diagonal mean anything; above it stands
-whatever the products left there.
+G is the inclusive cumulative log decay of the chunk. Only entries on and below the diagonal mean anything; above it
+stands whatever the products left there.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Ratios(Protocol):
         ...
 
     def backward(self, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """From d[m, 2C, C], the gradient of `products` (zero above the diagonals): for k as the row of A, for q, and for
-        k as the column, each [m, C, K]. A row's share of dG is its factor times its gradient, a column's is minus that.
-        """
+        """From d[m, 2C, C], the gradient of `products` (zero above the diagonals): for k as the row of A, for q, and
+        for k as the column, each [m, C, K]. A row's share of dG is its factor times its gradient, a column's is minus
+        that."""
         ...
 
 

@@ -15,8 +15,8 @@ from tidemill.core.errors import InputError
 class Blocks:
     """Blocks of `size` tokens of n documents, step by step, the longest document first in each step.
 
-    tokens[N, size] int64: the token behind each place, in the flattened [B·T] (0 where there is none). spare int64: flat
-    places of [N·size] without a token. counts[s]: how many documents have a block at step s, never growing;
+    tokens[N, size] int64: the token behind each place, in the flattened [B·T] (0 where there is none). spare int64:
+    flat places of [N·size] without a token. counts[s]: how many documents have a block at step s, never growing;
     starts[s]: the first block of step s, with the total at the end. order[n] int64: the document of each rank.
     """
 
@@ -70,7 +70,7 @@ def document_bounds(batch: int, length: int, cu_seqlens: Tensor | None) -> Tenso
 
 
 def cut(bounds: Tensor, size: int) -> Blocks:
-    """Blocks of `size` tokens of the documents between the `bounds` int64 [n + 1]; a document without tokens has none."""
+    """Blocks of `size` tokens of the documents between the `bounds` int64 [n + 1]; one without tokens has none."""
     begins, lengths = bounds[:-1], bounds.diff()
     numbers = -(-lengths // size)
     order = torch.argsort(numbers, descending=True, stable=True)

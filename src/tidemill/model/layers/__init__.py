@@ -1,6 +1,6 @@
 """The layers of the text model in their training form: whole right-padded sequences, gradients, no caches."""
 
-from tidemill.model.layers.decoder import DecoderLayer, mixture
+from tidemill.model.layers.decoder import DecoderLayer, mixture, pick
 from tidemill.model.layers.kda import KimiDeltaAttention
 from tidemill.model.layers.linear import Linear, RMSNorm, Weight
 from tidemill.model.layers.mla import LatentAttention
@@ -19,4 +19,5 @@ __all__ = [
     "Router",
     "Weight",
     "mixture",
+    "pick",
 ]

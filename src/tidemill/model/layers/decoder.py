@@ -23,6 +23,11 @@ def mixture(sources: Sequence[Tensor], norm: Weight, proj: Weight, eps: float) -
     return mix_train(sources, wide(norm.weight) * wide(proj.weight[0]), eps)
 
 
+def pick(x: Tensor, select: Tensor) -> Tensor:
+    """x[B, T, d] at flat positions: [S, d]."""
+    return x.flatten(0, 1).index_select(0, select)
+
+
 class DecoderLayer(nn.Module):
     """Layer `index` (0-based). The model keeps the bank of sources; the layer reads from it.
 
@@ -45,12 +50,27 @@ class DecoderLayer(nn.Module):
         else:
             self.mlp = GatedMLP(config, config.intermediate_size, parallel, what="intermediate_size")
 
-    def attend(self, bank: Sequence[Tensor], p: Tensor) -> Tensor:
+    def forward(self, bank: Sequence[Tensor], p: Tensor, cu_seqlens: Tensor | None = None,
+                select: Tensor | None = None) -> tuple[Sequence[Tensor], Tensor, Tensor | None]:
+        """(bank, p, router scores [R, E] if there are experts) after this layer, from those before it: finished blocks
+        and running sum, each [B, T, d]. `select` int64 [S] leaves only these flat positions to the channel mixer and to
+        what is returned, [S, d]."""
+        y = self.attend(bank, p, cu_seqlens)
+        if self.starts_block:
+            bank, p = [*bank, p], y
+        else:
+            p = p + y
+        if select is not None:
+            bank, p = [pick(b, select) for b in bank], pick(p, select)
+        out, scores = self.feed_forward(bank, p)
+        return bank, p + out, scores
+
+    def attend(self, bank: Sequence[Tensor], p: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         """Output of the token mixer for finished blocks `bank` and running sum `p`, each [B, T, d]."""
         a = p
         if bank:
             a = mixture([*bank, p], self.self_attention_res_norm, self.self_attention_res_proj, self.eps)
-        return self.self_attn(self.input_layernorm(a))
+        return self.self_attn(self.input_layernorm(a), cu_seqlens)
 
     def feed_forward(self, bank: Sequence[Tensor], p: Tensor) -> tuple[Tensor, Tensor | None]:
         """(output of the channel mixer, router scores [R, E] if there are experts) for sources [..., d]."""

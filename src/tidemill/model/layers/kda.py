@@ -16,7 +16,8 @@ from tidemill.parallel import ParallelContext, share
 
 
 class KimiDeltaAttention(nn.Module):
-    """x[B, T, d] -> [B, T, d]. Heads are split over the tensor group."""
+    """x[B, T, d] -> [B, T, d]; with cu_seqlens, documents packed into x[1, T, d]. Heads are split over the tensor
+    group."""
 
     def __init__(self, config: TextConfig, parallel: ParallelContext) -> None:
         super().__init__()
@@ -41,10 +42,10 @@ class KimiDeltaAttention(nn.Module):
         self.o_norm = Weight(self.head_dim, dtype=exact)
         self.o_proj = Linear(width, d, dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         heads = (*x.shape[:2], self.num_heads, self.head_dim)
         q, k, v = (
-            short_conv_train(proj(x), conv.weight).view(heads)
+            short_conv_train(proj(x), conv.weight, cu_seqlens=cu_seqlens).view(heads)
             for proj, conv in (
                 (self.q_proj, self.q_conv1d), (self.k_proj, self.k_conv1d), (self.v_proj, self.v_conv1d),
             )
@@ -53,7 +54,7 @@ class KimiDeltaAttention(nn.Module):
         z = self.f_b_proj(self.f_a_proj(x)).view(heads)
         g = kda.gate_train(z, self.A_log, self.dt_bias, self.lower_bound)
         beta = torch.sigmoid(wide(self.b_proj(x)))
-        o, _ = kda.chunk(q, k, wide(v), g, beta, lower_bound=self.lower_bound)
+        o, _ = kda.chunk(q, k, wide(v), g, beta, lower_bound=self.lower_bound, cu_seqlens=cu_seqlens)
         gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
         y = gated_rms_norm_train(o.to(x.dtype), self.o_norm.weight, gate.view(heads), self.eps)
         return self.parallel.tensor.all_reduce(self.o_proj(y.flatten(2)))

@@ -13,8 +13,11 @@ from tidemill.parallel import ParallelContext, share
 
 
 class LatentAttention(nn.Module):
-    """x[B, T, d] -> [B, T, d], causal. The query latent and the output gate are options of the configuration. Heads are
-    split over the tensor group; the latents are replicated."""
+    """x[B, T, d] -> [B, T, d], causal; with cu_seqlens, documents packed into x[1, T, d].
+
+    The query latent and the output gate are options of the configuration. Heads are split over the tensor group; the
+    latents are replicated.
+    """
 
     def __init__(self, config: TextConfig, parallel: ParallelContext) -> None:
         super().__init__()
@@ -34,7 +37,7 @@ class LatentAttention(nn.Module):
             self.g_proj = Linear(d, self.num_heads * c.v_head_dim, dtype)
         self.o_proj = Linear(self.num_heads * c.v_head_dim, d, dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         c, shape = self.config, (*x.shape[:2], self.num_heads, -1)
         if c.q_lora_rank is None:
             q = self.q_proj(x).view(shape)
@@ -43,7 +46,7 @@ class LatentAttention(nn.Module):
         latent, k_pe = self.kv_a_proj_with_mqa(x).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
         kv = self.kv_b_proj(self.kv_a_layernorm(latent)).view(shape)
         k_nope, v = kv.split([c.qk_nope_head_dim, c.v_head_dim], dim=-1)
-        o = expanded(q, k_nope, k_pe, v, c.mla_scale).flatten(2)
+        o = expanded(q, k_nope, k_pe, v, c.mla_scale, cu_seqlens=cu_seqlens).flatten(2)
         if c.mla_use_output_gate:
             o = (torch.sigmoid(wide(self.g_proj(x))) * o).to(x.dtype)
         return self.parallel.tensor.all_reduce(self.o_proj(o))
