@@ -64,8 +64,9 @@ class Suite:
 
     def add(self, case: str, measure: str, found: float, limit: float, *, at_least: bool = False,
             note: str = "") -> None:
-        self.findings.append(Finding(case, measure, found, limit, at_least, note))
-        print(f"{self.name}: {self.findings[-1].line()}", flush=True)
+        finding = Finding(case, measure, found, limit, at_least, note)
+        self.findings.append(finding)
+        print(f"{self.name}: {finding.line()}", flush=True)
 
     def write(self) -> bool:
         """Write benchmarks/oracles/NAME.json; returns whether every finding is met."""

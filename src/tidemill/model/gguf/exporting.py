@@ -42,7 +42,7 @@ def export_gguf(folder: Path, path: Path, *, dense: DenseKind | None = None, exp
     if tokenizer and not (folder / vocabulary.FILE).is_file():
         raise InputError(f"{folder} holds no {vocabulary.FILE}", field="tokenizer",
                          remedy="Export without the tokenizer; prompts are then lists of ids.")
-    words = vocabulary.to_metadata(folder, c.vocab_size) if tokenizer else vocabulary.no_tokenizer()
+    words = vocabulary.to_metadata(folder, c.vocab_size) if tokenizer else vocabulary.no_tokenizer(c)
     dense_kind = _kind("dense", dense or ("bf16" if c.dtype == "bfloat16" else "f32"), (TensorKind.F32, TensorKind.BF16))
     stored = "mxfp4" if c.quantize_experts else dense_kind.name.lower()
     expert_kind = _kind("experts", experts or stored, tuple(_KINDS.values()))

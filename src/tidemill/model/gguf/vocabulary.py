@@ -17,6 +17,7 @@ from tidemill.core.errors import ConfigError, ManifestError
 from tidemill.model.chat import Tokenizer
 from tidemill.model.chat.bpe import Pair, bpe_backend, merge_pieces
 from tidemill.model.chat.control import BOS, END_OF_MSG, EOS, NOT_SPECIAL, PAD, UNK
+from tidemill.model.config import TextConfig
 from tidemill.model.gguf.chat_template import chat_template
 from tidemill.model.gguf.container import GgufFile, Value
 
@@ -27,8 +28,8 @@ _PIECES = "kimi-k2"
 
 
 def to_metadata(folder: Path, vocab_size: int) -> dict[str, Value]:
-    """The keys of folder's tokenizer and the chat template. ConfigError if it has more tokens than the model, or cuts or
-    merges text in a way llama.cpp has no name for."""
+    """The keys of folder's tokenizer and the chat template. ConfigError if it has more tokens than the model, or cuts
+    or merges text in a way llama.cpp has no name for."""
     tokenizer = Tokenizer.load(folder)
     spec: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
     if tokenizer.size > vocab_size:
@@ -56,9 +57,10 @@ def to_metadata(folder: Path, vocab_size: int) -> dict[str, Value]:
     }
 
 
-def no_tokenizer() -> dict[str, Value]:
+def no_tokenizer(c: TextConfig) -> dict[str, Value]:
     """Keys of a file without a vocabulary: tokens are ids."""
-    return {_KEYS + "model": "none"}
+    ids = {"bos_token_id": c.bos_token_id, "eos_token_id": c.eos_token_id, "padding_token_id": c.pad_token_id}
+    return {_KEYS + "model": "none", **{_KEYS + name: i for name, i in ids.items() if i is not None}}
 
 
 def from_metadata(file: GgufFile) -> Tokenizer | None:
