@@ -29,7 +29,8 @@ check: setup          ## style, types, import contracts, dependencies
 soak: setup           ## full counts; ONLY=NAME picks one; dated JSON in benchmarks/soak/
 	@$(BIN)/python benchmarks/run_soak.py $(ONLY)
 
-oracles: setup        ## independent implementations; dated table in docs/oracles.md
+oracles: setup        ## independent implementations (first time: llama.cpp is compiled); dated table in docs/oracles.md
+	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" scripts/oracles.sh
 	@$(BIN)/python benchmarks/run_oracles.py $(ONLY)
 
 bench: setup          ## measurements against benchmarks/targets.yaml; JSON in benchmarks/results/

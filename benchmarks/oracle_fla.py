@@ -42,8 +42,8 @@ def _compare(suite: Suite, name: str, case: Case, theirs: dict[str, Case]) -> No
         ours = {"training form": (_gate(case), theirs["gate"])}
         if not double:
             bound = float(case["bound"]) if "bound" in case else None
-            ours["engine form"] = ({"g": kda.gate(case["z"].flatten(0, 1), case["a_log"], case["dt_bias"], bound).view_as(
-                case["z"])}, theirs["gate"])
+            g = kda.gate(case["z"].flatten(0, 1), case["a_log"], case["dt_bias"], bound).view_as(case["z"])
+            ours["engine form"] = ({"g": g}, theirs["gate"])
     else:
         ours = {"chunk against fla's recurrence": (_chunk(case), theirs["recurrent"]),
                 "chunk against fla's chunk": (_chunk(case), theirs["chunk"])}
@@ -62,7 +62,7 @@ def _compare(suite: Suite, name: str, case: Case, theirs: dict[str, Case]) -> No
 
 
 def _kda_cases() -> dict[str, Case]:
-    """q, k normalised and scaled, g activated: what the recurrence takes. fla's naive chunk needs whole chunks of 64."""
+    """q, k normalised and scaled, g activated: what the recurrence takes. fla's chunk form takes whole chunks of 64."""
     cases: dict[str, Case] = {}
     for dtype in (torch.float32, torch.float64):
         bits = "fp64" if dtype is torch.float64 else "fp32"

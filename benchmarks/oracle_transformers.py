@@ -1,4 +1,4 @@
-"""transformers' kimi_linear reads a folder of ours, with the checkpoint's tensor names, and computes the same logits."""
+"""transformers' kimi_linear reads a folder of ours with the checkpoint's tensor names and computes the same logits."""
 
 from __future__ import annotations
 

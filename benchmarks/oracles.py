@@ -198,9 +198,8 @@ def table(results: Sequence[Mapping[str, Any]]) -> str:
     """docs/oracles.md from the results of all suites."""
     lines = [
         "# Oracles: our model against independent implementations", "",
-        "Written by `make oracles`; do not edit. Every figure is measured on random models with every mechanism active, "
-        "or on random inputs. Errors are relative L2 over all positions unless the row says otherwise. "
-        "Known limits are at the end.", "",
+        "Written by `make oracles`; do not edit. Figures are measured on random models with every mechanism active, or "
+        "on random inputs. Errors are relative L2 over all positions unless the row says otherwise.", "",
     ]
     for result in results:
         peers = ", ".join(f"{k} {v}" for k, v in result["peers"].items())

@@ -21,10 +21,10 @@ from tidemill.core.files import write_json
 from tidemill.core.manifest import TensorEntry
 from tidemill.kernels import mxfp4
 from tidemill.model.causal_lm import CausalLM
-from tidemill.model.config import ModelConfig
+from tidemill.model.config import ModelConfig, TextConfig
 from tidemill.model.inventory import inventory
 from tidemill.model.names import FileTensor, file_tensors, split_stacked
-from tidemill.model.tensor_bytes import TensorFile, tensor_digest, tensor_entry, write_tensors
+from tidemill.model.tensor_bytes import TensorFile, stream_tensors, tensor_digest
 
 WEIGHTS = "model.safetensors"
 MANIFEST = "base-manifest.json"
@@ -81,32 +81,43 @@ def write_base(folder: Path, model: CausalLM) -> BaseManifest:
     `BaseStore.open`; on an error (disk full) no part of the failed file remains. Adapters attached to the model are
     ignored.
     """
+    return write_base_tensors(folder, model.config, _file_tensors_of(model))
+
+
+def write_base_tensors(folder: Path, config: ModelConfig, tensors: Iterable[Tensor]) -> BaseManifest:
+    """`write_base` from tensors that come one by one, in the order of `storage_order`; one is held at a time."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = dict(_file_tensors_of(model))
     (folder / MANIFEST).unlink(missing_ok=True)
-    model.config.write(folder)
-    write_tensors(folder / WEIGHTS, tensors.items())
-    manifest = BaseManifest.build(model.config, (tensor_entry(name, x) for name, x in tensors.items()))
+    config.write(folder)
+    listed = [(t.name, t.dtype, t.shape) for t in storage_order(config.text_config)]
+    manifest = BaseManifest.build(config, stream_tensors(folder / WEIGHTS, listed, tensors))
     write_json(folder / MANIFEST, manifest.to_json())
     return manifest
 
 
-def _file_tensors_of(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
-    """File tensors in storage order: the parts of one expert stack side by side, so that they map back as one view."""
+def storage_order(config: TextConfig) -> list[FileTensor]:
+    """File tensors as they lie in the file: the parts of one expert stack side by side, so that they map back as one
+    view."""
+    order: list[FileTensor] = []
+    for spec in inventory(config).values():
+        parts = list(split_stacked(spec, quantized=config.quantize_experts))
+        order += sorted(parts, key=lambda t: t.part)
+    return order
+
+
+def _file_tensors_of(model: CausalLM) -> Iterator[Tensor]:
+    """The tensors of `storage_order`."""
     config = model.config.text_config
     state = model.state_dict()
     for spec in inventory(config).values():
         x = state[spec.name].detach()
-        parts = list(split_stacked(spec, quantized=config.quantize_experts))
-        if parts[0].part == "weight":
-            for part in parts:
-                yield part.name, x if part.expert is None else x[part.expert]
-            continue
-        stacks = dict(zip(("packed", "scale"), mxfp4.encode(x), strict=True))
-        for kind, stack in stacks.items():
-            for part in parts:
-                if part.part == kind and part.expert is not None:
-                    yield part.name, stack[part.expert]
+        if not spec.is_expert:
+            yield x
+        elif config.quantize_experts:
+            for stack in mxfp4.encode(x):
+                yield from stack
+        else:
+            yield from x
 
 
 class BaseStore:

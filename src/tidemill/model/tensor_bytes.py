@@ -11,7 +11,7 @@ import json
 import math
 import mmap
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -54,19 +54,30 @@ def tensor_entry(name: str, x: Tensor) -> TensorEntry:
 def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write a safetensors file in the given order: whole or not at all (written beside, synced, renamed)."""
     listed = list(tensors)
+    stream_tensors(path, [(name, dtype_name(x.dtype), tuple(x.shape)) for name, x in listed], (x for _, x in listed))
+
+
+def stream_tensors(path: Path, listed: Sequence[tuple[str, str, tuple[int, ...]]],
+                   tensors: Iterable[Tensor]) -> list[TensorEntry]:
+    """Write a safetensors file of `listed` (name, dtype, shape) from tensors that come one by one in that order: whole
+    or not at all. Returns the manifest lines. ValueError if a tensor is not what was listed, or one is missing."""
     header: dict[str, Any] = {}
     offset = 0
-    for name, x in listed:
-        end = offset + x.numel() * x.element_size()
-        kind = _FORMAT_NAMES[dtype_name(x.dtype)]
-        header[name] = {"dtype": kind, "shape": list(x.shape), "data_offsets": [offset, end]}
+    for name, dtype, shape in listed:
+        end = offset + math.prod(shape) * getattr(torch, dtype).itemsize
+        header[name] = {"dtype": _FORMAT_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 64)
+    entries: list[TensorEntry] = []
     with replacing(path) as f:
         f.write(struct.pack("<Q", len(raw)) + raw)
-        for _, x in listed:
+        for (name, dtype, shape), x in zip(listed, tensors, strict=True):
+            if (dtype_name(x.dtype), tuple(x.shape)) != (dtype, shape):
+                raise ValueError(f"{name} is {dtype_name(x.dtype)} {list(x.shape)}, listed as {dtype} {list(shape)}")
             f.write(tensor_bytes(x))
+            entries.append(tensor_entry(name, x))
+    return entries
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,7 +187,11 @@ def rewrite(source: Path, path: Path, change: Callable[[dict[str, Value], Conten
 
 
 def _pop(name: str) -> Callable[[dict[str, Value], Content], None]:
-    return lambda metadata, content: (metadata.pop(name, None), content.pop(name, None)) and None
+    def change(metadata: dict[str, Value], content: Content) -> None:
+        metadata.pop(name, None)
+        content.pop(name, None)
+
+    return change
 
 
 def _set(name: str, value: Value) -> Callable[[dict[str, Value], Content], None]:

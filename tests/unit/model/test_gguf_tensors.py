@@ -39,7 +39,8 @@ def test_repacking_is_lossless(experts: int, rows: int, blocks: int, seed: int) 
 
 
 def test_the_gguf_package_decodes_the_same_values() -> None:
-    w = torch.randn(6, 96, generator=torch.Generator().manual_seed(2)) * torch.tensor([[1e-6], [1], [3], [40], [1e5], [0]])
+    sizes = torch.tensor([1e-6, 1.0, 3.0, 40.0, 1e5, 0.0])
+    w = torch.randn(6, 96, generator=torch.Generator().manual_seed(2)) * sizes.unsqueeze(-1)
     packed, scale = mxfp4.encode(w)
     raw = to_blocks(packed, scale).flatten(1).numpy()
     values = dequantize(raw, gguf.GGMLQuantizationType.MXFP4)

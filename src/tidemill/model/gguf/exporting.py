@@ -12,7 +12,6 @@ from torch import Tensor
 from tidemill.core.errors import InputError
 from tidemill.kernels import mxfp4
 from tidemill.model.base import BaseStore
-from tidemill.model.config import TextConfig
 from tidemill.model.gguf import vocabulary
 from tidemill.model.gguf.container import Progress, TensorKind, TensorSlot, write_gguf
 from tidemill.model.gguf.metadata import check_exportable, file_type, to_metadata
@@ -43,7 +42,8 @@ def export_gguf(folder: Path, path: Path, *, dense: DenseKind | None = None, exp
         raise InputError(f"{folder} holds no {vocabulary.FILE}", field="tokenizer",
                          remedy="Export without the tokenizer; prompts are then lists of ids.")
     words = vocabulary.to_metadata(folder, c.vocab_size) if tokenizer else vocabulary.no_tokenizer(c)
-    dense_kind = _kind("dense", dense or ("bf16" if c.dtype == "bfloat16" else "f32"), (TensorKind.F32, TensorKind.BF16))
+    computed = "bf16" if c.dtype == "bfloat16" else "f32"
+    dense_kind = _kind("dense", dense or computed, (TensorKind.F32, TensorKind.BF16))
     stored = "mxfp4" if c.quantize_experts else dense_kind.name.lower()
     expert_kind = _kind("experts", experts or stored, tuple(_KINDS.values()))
     mapped = mapped_tensors(c)
@@ -62,7 +62,7 @@ def export_gguf(folder: Path, path: Path, *, dense: DenseKind | None = None, exp
 
 def _kind(field: str, name: str, allowed: tuple[TensorKind, ...]) -> TensorKind:
     kind = _KINDS.get(name)
-    if kind not in allowed:
+    if kind is None or kind not in allowed:
         raise InputError(f"{field} = {name!r}: expected {' or '.join(k.name.lower() for k in allowed)}", field=field)
     return kind
 
