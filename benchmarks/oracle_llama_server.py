@@ -1,6 +1,7 @@
 """llama.cpp with our tokenizer and chat template: the same ids for text and for conversations, and its server answers.
 
-The vocabulary is learnt here from the project's own texts; the model has random weights unless the package ships one.
+Without an argument the vocabulary is learnt here from the project's own texts and the model has random weights; with a
+folder as argument, its model and tokenizer are served.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import random
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -55,21 +57,28 @@ TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds t
     "type": "object", "properties": {"b": {"type": "number"}, "a": {"type": "number"}}, "required": ["a", "b"]}}}]
 
 
-def main() -> bool:
+def main(given: Path | None = None) -> bool:
     suite = Suite("llama_server", {"llama-cpp-python": LLAMA_BINDINGS.name.rpartition("-")[2]})
     texts = [path.read_text() for folder, pattern in (("docs", "*.md"), ("src", "**/*.py"))
              for path in sorted((ROOT / folder).glob(pattern))]
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
-        folder, path = work / "model", work / "model.gguf"
-        tokenizer = train_tokenizer(texts, VOCABULARY)
-        write_base(folder, CausalLM(toy(tokenizer.size), seed=1))
-        tokenizer.save(folder)
+        folder, path = given or _random_model(work / "model", texts), work / "model.gguf"
         export_gguf(folder, path)
+        tokenizer = Tokenizer.load(folder)
+        # Random weights write control tokens at random, and the server answers a malformed message with an error.
+        barred = [] if given else [[i, False] for i in tokenizer.control_names]
         _texts(suite, work, path, tokenizer, texts)
         with _server(path, work) as client:
-            _conversations(suite, client, tokenizer)
+            _conversations(suite, client, tokenizer, barred)
     return suite.write()
+
+
+def _random_model(folder: Path, texts: list[str]) -> Path:
+    tokenizer = train_tokenizer(texts, VOCABULARY)
+    write_base(folder, CausalLM(toy(tokenizer.size), seed=1))
+    tokenizer.save(folder)
+    return folder
 
 
 def _texts(suite: Suite, work: Path, path: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
@@ -127,10 +136,8 @@ def _wait(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> 
     raise RuntimeError(f"llama-server did not start: {log.read_text(errors='replace')[-2000:]}")
 
 
-def _conversations(suite: Suite, client: httpx.Client, tokenizer: Tokenizer) -> None:
+def _conversations(suite: Suite, client: httpx.Client, tokenizer: Tokenizer, barred: list[list[Any]]) -> None:
     codec = ChatCodec(tokenizer)
-    # Random weights write control tokens at random, and the server answers a malformed message with an error.
-    barred = [[i, False] for i in tokenizer.control_names]
     for name, messages in CONVERSATIONS.items():
         for thinking in (True, False):
             tools = TOOLS if name == "tool call" else []
@@ -154,4 +161,4 @@ def _conversations(suite: Suite, client: httpx.Client, tokenizer: Tokenizer) -> 
 
 
 if __name__ == "__main__":
-    raise SystemExit(not main())
+    raise SystemExit(not main(Path(sys.argv[1]) if len(sys.argv) > 1 else None))

@@ -37,7 +37,7 @@ from tidemill.kernels.situ import GluAct
 from tidemill.model.base import BaseStore, write_base
 from tidemill.model.causal_lm import CausalLM
 from tidemill.model.config import ModelConfig
-from tidemill.model.gguf import export_gguf
+from tidemill.model.gguf import DenseKind, export_gguf
 from tidemill.model.layers import kda as kda_layer
 from tidemill.model.layers import moe as moe_layer
 
@@ -57,6 +57,7 @@ def main() -> bool:
         _variants(suite, work)
         _faults(suite, work)
         _quantized(suite, work)
+        _dense_bf16(suite, work)
     return suite.write()
 
 
@@ -164,6 +165,17 @@ def _quantized(suite: Suite, work: Path) -> None:
                   note="what llama.cpp's rounding costs on a random model")
 
 
+def _dense_bf16(suite: Suite, work: Path) -> None:
+    """The smallest file: BF16 matrices and packed experts. llama.cpp rounds what each matrix reads to bf16."""
+    config = k3_config(layers=4, quantize_experts=True)
+    write_base(work / "bf16", lively(config, seed=4))
+    ids = random_ids(config.text_config.vocab_size, 256)
+    theirs = _llama(work, BaseStore.open(work / "bf16").model(), ids, folder=work / "bf16", dense="bf16")
+    ours = _ours(BaseStore.open(work / "bf16").model(), ids)
+    suite.add("K3, 4 layers, BF16 matrices, MXFP4 experts, 256 positions", "median row", median_row(ours, theirs), 0.1,
+              note="nothing rounded here: what such a file costs on a random model")
+
+
 def _round_to_q8(x: Tensor) -> Tensor:
     """Blocks of 32 as 8-bit integers times amax/127 kept in fp16 (the rounding uses the unrounded scale)."""
     blocks = x.float().unflatten(-1, (-1, 32))
@@ -228,12 +240,13 @@ def _engine(work: Path, model: CausalLM, ids: Tensor) -> Tensor:
     return out
 
 
-def _llama(work: Path, model: CausalLM, ids: Tensor, *, chunk: int = 512, folder: Path | None = None) -> Tensor:
+def _llama(work: Path, model: CausalLM, ids: Tensor, *, chunk: int = 512, folder: Path | None = None,
+           dense: DenseKind = "f32") -> Tensor:
     if folder is None:
         folder = work / "exported"
         write_base(folder, model)
     path = work / "model.gguf"
-    export_gguf(folder, path, tokenizer=False)
+    export_gguf(folder, path, dense=dense, tokenizer=False)
     np.save(work / "ids.npy", ids.numpy().astype(np.int32))
     peer("llamacpp", "logits", path, work / "ids.npy", work / "logits.npy", str(chunk))
     return torch.from_numpy(np.load(work / "logits.npy"))

@@ -28,7 +28,8 @@ from tidemill.model.tensor_bytes import tensor_bytes
 Value = bool | int | float | str | list[int] | list[str]
 """A metadata value: bool, u32, f32, string, array of i32, array of strings."""
 Progress = Callable[[str, int, int], None]
-"""Called with a tensor's name, bytes done and bytes in all, before the tensor is worked on and once at the end."""
+"""Called with a tensor's name, how much is done and how much there is (bytes on export, parameters on import), before
+the tensor is worked on and once at the end with an empty name."""
 
 MXFP4_BYTES = 1 + BLOCK // 2
 """One MXFP4 block in a file: the scale byte, then 32 codes."""

@@ -16,7 +16,7 @@ from tidemill.model.config import ModelConfig, TextConfig
 from tidemill.model.gguf import vocabulary
 from tidemill.model.gguf.container import GgufFile, Progress, TensorKind, TensorSlot
 from tidemill.model.gguf.metadata import from_metadata
-from tidemill.model.gguf.tensors import Mapped, from_blocks, from_gguf, mapped_by_source, mapped_tensors
+from tidemill.model.gguf.tensors import Mapped, codes_of, from_gguf, mapped_by_source, mapped_tensors, scales_of
 from tidemill.model.inventory import TensorSpec, inventory
 
 
@@ -76,18 +76,22 @@ class _Values:
             self.progress("", total, total)
 
     def _stored(self, name: str) -> Tensor:
-        x = self.file.tensor(name)
+        return self._finite(name, self.file.tensor(name))
+
+    def _finite(self, name: str, x: Tensor) -> Tensor:
         if not bool(x.isfinite().all()):
-            raise IntegrityError(f"{self.file.path}: {name} holds NaN or infinity")
+            raise IntegrityError(f"{self.file.path}: {name} holds NaN or infinity",
+                                 remedy="Look at the model it was made from.")
         return x
 
     def _experts(self, m: Mapped, spec: TensorSpec) -> Iterator[Tensor]:
+        """Expert by expert: first all codes, then all scales, as they are stored."""
+        stack = self.file.tensor(m.name)
         if self.config.text_config.quantize_experts:
-            blocks = self.file.tensor(m.name)
-            yield from (from_blocks(expert)[0] for expert in blocks)
-            yield from (from_blocks(expert)[1] for expert in blocks)
+            yield from (codes_of(blocks) for blocks in stack)
+            yield from (scales_of(blocks) for blocks in stack)
         else:
-            yield from (expert.to(getattr(torch, spec.dtype)) for expert in self._stored(m.name))
+            yield from (self._finite(m.name, expert).to(getattr(torch, spec.dtype)) for expert in stack)
 
 
 def _dtype_of(slots: dict[str, TensorSlot]) -> Literal["float32", "bfloat16"]:

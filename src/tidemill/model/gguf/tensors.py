@@ -181,8 +181,13 @@ def to_blocks(packed: Tensor, scale: Tensor) -> Tensor:
     return torch.cat([scale.unsqueeze(-1), data], dim=-1)
 
 
-def from_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverse of `to_blocks`: (packed, scale)."""
-    scale, data = blocks[..., 0].contiguous(), blocks[..., 1:]
+def codes_of(blocks: Tensor) -> Tensor:
+    """The packed codes u8 [..., K/2] of ggml's blocks; with `scales_of` the inverse of `to_blocks`."""
+    data = blocks[..., 1:]
     codes = torch.cat([data & 0xF, data >> 4], dim=-1).unflatten(-1, (-1, 2))
-    return (codes[..., 0] | (codes[..., 1] << 4)).flatten(-2), scale
+    return (codes[..., 0] | (codes[..., 1] << 4)).flatten(-2)
+
+
+def scales_of(blocks: Tensor) -> Tensor:
+    """The scale bytes u8 [..., K/32] of ggml's blocks."""
+    return blocks[..., 0].contiguous()
