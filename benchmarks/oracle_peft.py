@@ -1,4 +1,4 @@
-"""Adapters in PEFT's names: PEFT computes what we compute, on our model and on transformers', and we read what it saves.
+"""Adapters in PEFT's names: PEFT computes what we compute, on our model and transformers', and we read what it saves.
 
 Routed experts are left out: their stacked factors have no module in PEFT.
 """
