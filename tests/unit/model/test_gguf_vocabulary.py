@@ -16,7 +16,7 @@ from tidemill.model.causal_lm import CausalLM
 from tidemill.model.chat import ChatCodec, ChatOptions, Tokenizer, build_tokenizer, parse_messages, train_tokenizer
 from tidemill.model.gguf import chat_template, export_gguf, import_gguf
 from tidemill.model.gguf.container import GgufFile
-from tidemill.model.presets import tiny
+from tidemill.model.presets import toy
 
 TEXTS = ["the cat sat on the mat and the other cats sat on other mats", "def f(x):\n    return x + 1\n",
          "12 apples, 7 pears", "Hello World! HelloWorld", "naïve café, größer"] * 20
@@ -28,7 +28,7 @@ CORPUS = ["", " ", "the cat's mat", "  def f(x):\n\n    return 12345\n", "naïve
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("words") / "model"
     tokenizer = train_tokenizer(TEXTS, 480)
-    write_base(path, CausalLM(tiny(496), seed=1))
+    write_base(path, CausalLM(toy(480), seed=1))
     tokenizer.save(path)
     export_gguf(path, path.with_name("m.gguf"))
     return path
@@ -45,9 +45,9 @@ def test_the_same_tokenizer_comes_back(folder: Path, tmp_path: Path) -> None:
 def test_tokens_have_the_types_llama_cpp_acts_on(folder: Path) -> None:
     metadata, tokenizer = GgufFile(folder.with_name("m.gguf")).metadata, Tokenizer.load(folder)
     tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
-    assert len(tokens) == len(kinds) == 496 == len(set(tokens))
+    assert len(tokens) == len(kinds) == 480 == len(set(tokens))
     assert {i for i, kind in enumerate(kinds) if kind == 3} == set(tokenizer.control_names)
-    assert {i for i, kind in enumerate(kinds) if kind == 5} == set(range(480, 496)), "what the model has more"
+    assert set(kinds) == {1, 3}
     control = tokenizer.control
     assert (metadata["tokenizer.ggml.eos_token_id"], metadata["tokenizer.ggml.eot_token_id"]) == (control.end_of_msg,
                                                                                                   control.eos)
@@ -62,21 +62,21 @@ def test_without_its_tokenizer(folder: Path, tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_has_no_name_in_gguf_is_refused(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
-    write_base(tmp_path, CausalLM(tiny(tokenizer.size)))
+    write_base(tmp_path, CausalLM(toy(tokenizer.size)))
     tokenizer.save(tmp_path)
     with pytest.raises(ConfigError, match=r"K3's pattern.*without the tokenizer"):
         export_gguf(tmp_path, tmp_path / "m.gguf")
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(folder: Path, tmp_path: Path) -> None:
-    write_base(tmp_path, CausalLM(tiny(464)))
+def test_a_tokenizer_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    write_base(tmp_path, CausalLM(toy(464)))
     Tokenizer.load(folder).save(tmp_path)
-    with pytest.raises(ConfigError, match="480 tokens and the model 464"):
+    with pytest.raises(ConfigError, match="480 tokens, the model 464"):
         export_gguf(tmp_path, tmp_path / "m.gguf")
 
 
 def test_whole_pieces_are_accepted_only_if_merges_make_them(folder: Path, tmp_path: Path) -> None:
-    write_base(tmp_path, CausalLM(tiny(496)))
+    write_base(tmp_path, CausalLM(toy(480)))
     spec = json.loads((folder / "tokenizer.json").read_text())
     spec["model"]["ignore_merges"] = True
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))

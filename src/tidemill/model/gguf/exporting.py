@@ -41,7 +41,7 @@ def export_gguf(folder: Path, path: Path, *, dense: DenseKind | None = None, exp
     if tokenizer and not (folder / vocabulary.FILE).is_file():
         raise InputError(f"{folder} holds no {vocabulary.FILE}", field="tokenizer",
                          remedy="Export without the tokenizer; prompts are then lists of ids.")
-    words = vocabulary.to_metadata(folder, c.vocab_size) if tokenizer else vocabulary.no_tokenizer(c)
+    words = vocabulary.to_metadata(folder) if tokenizer else vocabulary.no_tokenizer(c)
     computed = "bf16" if c.dtype == "bfloat16" else "f32"
     dense_kind = _kind("dense", dense or computed, (TensorKind.F32, TensorKind.BF16))
     stored = "mxfp4" if c.quantize_experts else dense_kind.name.lower()

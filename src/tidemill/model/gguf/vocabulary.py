@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer as BackendTokenizer
 
 from tidemill.core.errors import ConfigError, ManifestError
-from tidemill.model.chat import Tokenizer
+from tidemill.model.chat import Tokenizer, load_tokenizer
 from tidemill.model.chat.bpe import Pair, bpe_backend, merge_pieces
 from tidemill.model.chat.control import BOS, END_OF_MSG, EOS, NOT_SPECIAL, PAD, UNK
 from tidemill.model.config import TextConfig
@@ -22,33 +22,28 @@ from tidemill.model.gguf.chat_template import chat_template
 from tidemill.model.gguf.container import GgufFile, Value
 
 FILE = "tokenizer.json"
-_NORMAL, _CONTROL, _UNUSED = 1, 3, 5
+_NORMAL, _CONTROL = 1, 3
 _KEYS = "tokenizer.ggml."
 _PIECES = "kimi-k2"
 
 
-def to_metadata(folder: Path, vocab_size: int) -> dict[str, Value]:
-    """The keys of folder's tokenizer and the chat template. ConfigError if it has more tokens than the model, or cuts
-    or merges text in a way llama.cpp has no name for."""
-    tokenizer = Tokenizer.load(folder)
+def to_metadata(folder: Path) -> dict[str, Value]:
+    """The keys of folder's tokenizer and the chat template. ConfigError if it is not the model's, or cuts or merges
+    text in a way llama.cpp has no name for."""
+    tokenizer = load_tokenizer(folder)
     spec: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    if tokenizer.size > vocab_size:
-        raise ConfigError(f"{folder / FILE} has {tokenizer.size} tokens and the model {vocab_size}", field="tokenizer",
-                          remedy="Use the tokenizer the model was trained with.")
     if spec["pre_tokenizer"] != _spec_of({}, [])["pre_tokenizer"]:
         raise ConfigError(f"{folder / FILE} does not cut text by K3's pattern, the only one GGUF can name",
                           field="tokenizer", remedy="Export without the tokenizer, or learn one by K3's pattern.")
     merges = [_pair(merge) for merge in spec["model"]["merges"]]
-    tokens, kinds = [f"[PAD{i}]" for i in range(vocab_size)], [_UNUSED] * vocab_size
-    for text, token_id in spec["model"]["vocab"].items():
-        tokens[token_id], kinds[token_id] = text, _NORMAL
-    for token_id, text in tokenizer.control_names.items():
-        tokens[token_id], kinds[token_id] = text, _CONTROL
+    control = tokenizer.control_names
+    names = {i: text for text, i in spec["model"]["vocab"].items()} | control
     if spec["model"].get("ignore_merges"):
-        _check_merged(folder, merges, [t for t, kind in zip(tokens, kinds, strict=True) if kind == _NORMAL])
-    ids = {name: i for i, name in tokenizer.control_names.items()}
+        _check_merged(folder, merges, [text for i, text in names.items() if i not in control])
+    ids = {name: i for i, name in control.items()}
     return {
-        _KEYS + "model": "gpt2", _KEYS + "pre": _PIECES, _KEYS + "tokens": tokens, _KEYS + "token_type": kinds,
+        _KEYS + "model": "gpt2", _KEYS + "pre": _PIECES, _KEYS + "tokens": [names[i] for i in range(tokenizer.size)],
+        _KEYS + "token_type": [_CONTROL if i in control else _NORMAL for i in range(tokenizer.size)],
         _KEYS + "merges": [" ".join(pair) for pair in merges],
         _KEYS + "bos_token_id": ids[BOS], _KEYS + "eos_token_id": ids[END_OF_MSG], _KEYS + "eot_token_id": ids[EOS],
         _KEYS + "padding_token_id": ids[PAD], _KEYS + "unknown_token_id": ids[UNK],
