@@ -7,11 +7,13 @@ one suite can be run again alone. Exit code 1 if a row of a suite that ran is mi
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-from oracles import table
+from harness import commit
+from oracles import COMMIT, table
 
 HERE = Path(__file__).resolve().parent
 
@@ -21,8 +23,9 @@ def main(only: str | None) -> int:
     if only and only not in names:
         print(f"no oracle named {only!r}; there are: {', '.join(names)}", file=sys.stderr)
         return 2
+    environment = os.environ | {COMMIT: commit()}
     missed = [name for name in ([only] if only else names)
-              if subprocess.run([sys.executable, str(HERE / f"oracle_{name}.py")], check=False).returncode]
+              if subprocess.run([sys.executable, str(HERE / f"oracle_{name}.py")], check=False, env=environment).returncode]
     results = [json.loads(path.read_text()) for path in sorted((HERE / "oracles").glob("*.json"))]
     (HERE.parent / "docs/oracles.md").write_text(table(results))
     print(f"docs/oracles.md: {sum(len(r['rows']) for r in results)} rows; "
