@@ -24,8 +24,11 @@ def main(only: str | None) -> int:
         print(f"no oracle named {only!r}; there are: {', '.join(names)}", file=sys.stderr)
         return 2
     environment = os.environ | {COMMIT: commit()}
-    missed = [name for name in ([only] if only else names)
-              if subprocess.run([sys.executable, str(HERE / f"oracle_{name}.py")], check=False, env=environment).returncode]
+    missed: list[str] = []
+    for name in [only] if only else names:
+        command = [sys.executable, str(HERE / f"oracle_{name}.py")]
+        if subprocess.run(command, check=False, env=environment).returncode:
+            missed.append(name)
     results = [json.loads(path.read_text()) for path in sorted((HERE / "oracles").glob("*.json"))]
     (HERE.parent / "docs/oracles.md").write_text(table(results))
     print(f"docs/oracles.md: {sum(len(r['rows']) for r in results)} rows; "

@@ -137,7 +137,8 @@ def test_the_metadata_says_what_llama_cpp_reads(ours: Path) -> None:
 
 
 def test_the_parts_that_change_form(ours: Path) -> None:
-    file, state = GgufFile(ours.with_name("m.gguf")), BaseStore.open(ours).state_dict()
+    file, store = GgufFile(ours.with_name("m.gguf")), BaseStore.open(ours)
+    state = store.state_dict()
     a_log = state["model.layers.0.self_attn.A_log"][:3]
     assert torch.equal(file.tensor("blk.0.ssm_a"), -a_log.exp())
     score = state["model.layers.2.mlp_res_norm.weight"] * state["model.layers.2.mlp_res_proj.weight"][0]
@@ -145,6 +146,9 @@ def test_the_parts_that_change_form(ours: Path) -> None:
     kv_b = state["model.layers.3.self_attn.kv_b_proj.weight"].view(3, 16 + 24, 32)
     assert torch.equal(file.tensor("blk.3.attn_k_b.weight"), kv_b[:, :16].transpose(1, 2))
     assert torch.equal(file.tensor("blk.3.attn_v_b.weight"), kv_b[:, 16:])
+    for name, ours_name in {"ffn_gate_exps": "w1", "ffn_down_exps": "w2", "ffn_up_exps": "w3"}.items():
+        scales = store.packed(f"model.layers.2.block_sparse_moe.experts.{ours_name}")[1]
+        assert torch.equal(file.tensor(f"blk.2.{name}.weight")[..., 0], scales), name
     taps = state["model.layers.0.self_attn.k_conv1d.weight"]
     assert torch.equal(file.tensor("blk.0.ssm_conv1d_k.weight"), taps.view(1, 48, 1, 4))
 
