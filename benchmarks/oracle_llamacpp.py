@@ -164,8 +164,8 @@ def _quantized(suite: Suite, work: Path) -> None:
             suite.add(rows, "relative L2", relative(rounded, theirs), QUANTIZED_LIMIT)
             suite.add(rows, "median row", median_row(rounded, theirs), QUANTIZED_LIMIT)
         else:
-            suite.add(rows, f"median of the first {UNTOUCHED} rows", median_row(rounded[:UNTOUCHED], theirs[:UNTOUCHED]),
-                      QUANTIZED_LIMIT)
+            error = median_row(rounded[:UNTOUCHED], theirs[:UNTOUCHED])
+            suite.add(rows, f"median of the first {UNTOUCHED} rows", error, QUANTIZED_LIMIT)
             suite.add(rows, "relative L2", relative(rounded, theirs), DEEP_LIMIT, note=_FLIPS)
         suite.add(f"{case}, inputs not rounded", "median row", median_row(plain, theirs), 0.2,
                   note="what llama.cpp's rounding costs on a random model")

@@ -76,7 +76,8 @@ class Suite:
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps({
             "name": self.name, "when": datetime.now(UTC).isoformat(timespec="seconds"),
-            "commit": os.environ.get(COMMIT) or commit(), "machine": machine(), "wall_s": round(time.time() - self.started, 1), "peers": self.peers,
+            "commit": os.environ.get(COMMIT) or commit(), "machine": machine(),
+            "wall_s": round(time.time() - self.started, 1), "peers": self.peers,
             "rows": [vars(f) | {"met": f.met} for f in self.findings],
         }, indent=1) + "\n")
         return bool(self.findings) and all(f.met for f in self.findings)
