@@ -91,6 +91,8 @@ class Task(ABC):
     name: str = ""
     tools: tuple[str, ...] = ()
     """Names of the tools the policy may call, built in or `module:object`. Empty: no sandbox is used."""
+    needs_sandbox: bool = True
+    """The tools run in a sandbox. False: they compute their results themselves, and no sandbox is started."""
     declare_tools: bool = True
     """Write the tools' descriptions into the prompt."""
     words: tuple[str, ...] = ()
@@ -189,6 +191,7 @@ class SplitRule:
 TASKS: dict[str, str] = {
     "ledger": "tidemill.agent.tasks.ledger:LedgerTask",
     "gym": "tidemill.agent.tasks.gym:GymTask",
+    "toolbox": "tidemill.agent.tasks.toolbox:ToolboxTask",
 }
 """Tasks that come with the package. Anything else is named `module:object` or `file.py:object`."""
 

@@ -215,6 +215,9 @@ def declaration(tool: Tool) -> dict[str, Any]:
 TOOLS: dict[str, str] = {
     "python": "tidemill.agent.tools.python:PythonTool",
     "sh": "tidemill.agent.tools.sh:ShellTool",
+    "calculator": "tidemill.agent.tools.toolbox:CalculatorTool",
+    "text": "tidemill.agent.tools.toolbox:TextTool",
+    "files": "tidemill.agent.tools.toolbox:FilesTool",
 }
 """Tools that come with the package. Anything else is named `module:object` or `file.py:object`."""
 

@@ -137,7 +137,7 @@ async def _evaluate(wanted: Wanted, folder: Path) -> dict[str, Any]:
         if evaluation.kept:
             print(f"{evaluation.kept} of {wanted.n * wanted.k} attempts are in {folder} already", file=sys.stderr)
         if evaluation.missing:
-            if tools:
+            if tools and task.needs_sandbox:
                 attach(await stack.enter_async_context(_pool(wanted, tools, len(evaluation.missing))))
             with _progress(wanted.target) as progress:
                 await evaluation.run(task, play, concurrency=wanted.concurrency, progress=progress)

@@ -16,6 +16,8 @@ Kinds of events and the fields the report and the live view read (others may sta
     sync        version, manifest_sha256, tensors, changed, nbytes, chunks, largest_chunk, attempts, seconds
     floor       floor, repeatability, threshold     of the canary, in nats per token
     checkpoint  step, nbytes, seconds
+    update      step, tokens, loss, grad_norm, lr, tokens_per_s          of a pretraining or fine-tuning
+    held_out    step, source, loss (nats per learned token), bits_per_byte (of text), documents, seconds
     control     name, expect, verdict
     stop        stopped_by, step
 """
@@ -39,6 +41,9 @@ Row = Mapping[str, Any]
 
 SCALARS: dict[str, dict[str, str]] = {
     "warmup": {"loss": "warmup/loss", "accuracy": "warmup/accuracy"},
+    "update": {"loss": "train/loss", "grad_norm": "train/grad_norm", "lr": "train/lr",
+               "tokens_per_s": "train/tokens_per_s"},
+    "held_out": {"loss": "held_out/{source}/loss", "bits_per_byte": "held_out/{source}/bits_per_byte"},
     "eval": {"accuracy": "accuracy/{split}"},
     "step": {
         "reward": "reward/mean", "accuracy": "reward/share_correct", "rounds": "reward/rounds",

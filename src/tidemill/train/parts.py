@@ -28,7 +28,7 @@ from tidemill.model.chat.tokenizer import Tokenizer, build_tokenizer
 from tidemill.model.config import ModelConfig, TextConfig
 from tidemill.model.lora import LoraConfig
 from tidemill.model.presets import BY_VOCABULARY
-from tidemill.train.config import RunConfig
+from tidemill.train.config import ModelSection, RunConfig
 from tidemill.train.warmup import Source
 
 
@@ -60,13 +60,7 @@ class Plan:
         tokenizer = build_tokenizer(task.words)
         tools = [load_tool(name) for name in task.tools]
         scaffold = Scaffold(ChatCodec(tokenizer), tools, declare=task.declare_tools)
-        if config.model.preset not in BY_VOCABULARY:
-            raise ConfigError(f"model.preset = {config.model.preset!r}: expected one of {', '.join(BY_VOCABULARY)}",
-                              field="model.preset")
-        model = BY_VOCABULARY[config.model.preset](tokenizer.size)
-        if config.model.overrides:
-            changed = _merged(asdict(model.text_config), config.model.overrides)
-            model = replace(model, text_config=parse_config(TextConfig, changed, source="model.overrides"))
+        model = preset_config(config.model, tokenizer.size)
         if not isinstance(task, Demonstrator):
             raise ConfigError(f"task {task.name!r} offers no demonstrations, so this recipe has no warm-up",
                               field="task", remedy="Give it a demonstrate method (docs/tasks.md).")
@@ -115,6 +109,18 @@ class Plan:
         long = tuple((everything * (limit // len(everything) + 1))[:limit])
         rare = tuple(rng.randrange(self.tokenizer.size) for _ in range(min(96, limit)))
         return (*(tuple(log.ids[:limit]) for log in logs), long, rare)[:count]
+
+
+def preset_config(section: ModelSection, vocab_size: int) -> K3Config:
+    """A preset with the section's overrides. Raises ConfigError naming preset or field."""
+    if section.preset not in BY_VOCABULARY:
+        raise ConfigError(f"model.preset = {section.preset!r}: expected one of {', '.join(BY_VOCABULARY)}",
+                          field="model.preset")
+    model = BY_VOCABULARY[section.preset](vocab_size)
+    if not section.overrides:
+        return model
+    changed = _merged(asdict(model.text_config), section.overrides)
+    return replace(model, text_config=parse_config(TextConfig, changed, source="model.overrides"))
 
 
 def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

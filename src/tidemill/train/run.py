@@ -180,7 +180,7 @@ async def _try_sandbox(config: RunConfig, run: RunDir, plan: Plan, sandboxes: Sa
 
 @asynccontextmanager
 async def _client(plan: Plan, sandboxes: Sandboxes) -> AsyncIterator[SandboxClient | None]:
-    if not plan.task.tools:
+    if not (plan.task.tools and plan.task.needs_sandbox):
         yield None
         return
     async with sandboxes() as client:

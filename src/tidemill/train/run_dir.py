@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import yaml
@@ -26,7 +26,6 @@ from tidemill.core.config import to_plain
 from tidemill.core.errors import InputError, IntegrityError
 from tidemill.core.files import append_jsonl, read_jsonl, write_atomic, write_json
 from tidemill.core.ids import new_id
-from tidemill.train.config import RunConfig
 
 SUMMARY_KEYS = (
     "recipe", "seed", "test_n", "test_before", "test_after", "ci95_before", "ci95_after", "dev_n", "stopped_by",
@@ -34,6 +33,16 @@ SUMMARY_KEYS = (
     "kl_last", "syncs", "syncs_verified", "head_digest",
 )
 """Keys of summary.json, all of them, always."""
+
+
+RL_FOLDERS = ("adapters", "episodes", "checkpoints", "controls", "tensorboard")
+
+
+class Named(Protocol):
+    """A configuration dataclass that names its run."""
+
+    @property
+    def name(self) -> str: ...
 
 
 class RunDir:
@@ -44,11 +53,11 @@ class RunDir:
         self.attempt = 0
 
     @classmethod
-    def create(cls, runs: Path, config: RunConfig) -> RunDir:
+    def create(cls, runs: Path, config: Named, folders: Sequence[str] = RL_FOLDERS) -> RunDir:
         """A new folder whose name sorts by time. InputError if `runs` cannot be written."""
         path = runs / new_id(config.name)
         try:
-            for sub in ("adapters", "episodes", "checkpoints", "controls", "tensorboard"):
+            for sub in folders:
                 (path / sub).mkdir(parents=True)
         except OSError as e:
             raise InputError(f"cannot create a run folder under {runs}: {e.strerror}", field="runs-dir") from e

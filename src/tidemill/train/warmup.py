@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from tidemill.core.errors import TrainError
 from tidemill.core.token_log import TokenLog
@@ -31,6 +30,7 @@ from tidemill.train import checkpoint
 from tidemill.train.checkpoint import Checkpoint
 from tidemill.train.config import WarmupSection
 from tidemill.train.samples import MicroBatch, Sample, micro_batches
+from tidemill.train.supervised import accumulate, part_of
 
 RAMP_STEPS = 10
 """Steps of linear learning-rate warm-up."""
@@ -120,39 +120,12 @@ def _step(model: CausalLM, optimizer: torch.optim.Optimizer, balance: RouterBala
     """One optimizer step of mean cross-entropy over all chosen tokens, of which this rank computes its part. Returns
     the loss, and whether any rank is `stopping`."""
     optimizer.zero_grad(set_to_none=True)
-    total = sum(s.num_sampled for s in samples)
-    loss = 0.0
-    for batch in micro_batches(_part(samples, group), max_tokens=MICRO_BATCH_TOKENS):
-        balance.mask = batch.real
-        logits = model(batch.ids, select=batch.select, observer=balance)
-        part = F.cross_entropy(logits.float(), batch.targets, reduction="sum") / total
-        part.backward()
-        loss += float(part.detach())
-    if group.size > 1:
-        loss, stopping = _sum_gradients(model, group, loss, stopping=stopping)
-        balance.reduce(group)
+    loss, stopping = accumulate(model, balance, samples, group, max_tokens=MICRO_BATCH_TOKENS, stop=lambda: stopping)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=False)
     if math.isfinite(loss):
         optimizer.step()
         balance.apply()
     return loss, stopping
-
-
-def _part(samples: Sequence[Sample], group: Group) -> list[Sample]:
-    """This rank's samples: every size-th by length, so that all ranks have about as much to do."""
-    return sorted(samples, key=lambda s: len(s.ids))[group.rank :: group.size]
-
-
-@torch.no_grad()
-def _sum_gradients(model: CausalLM, group: Group, loss: float, *, stopping: bool) -> tuple[float, bool]:
-    """Sum gradients, loss and the wish to stop over ranks, in one message."""
-    parameters = list(model.parameters())
-    parts = [(torch.zeros_like(p) if p.grad is None else p.grad).float().flatten() for p in parameters]
-    summed = group.all_reduce(torch.cat([*parts, torch.tensor([loss, float(stopping)])]))
-    pieces = summed[:-2].split([p.numel() for p in parameters])
-    for p, piece in zip(parameters, pieces, strict=True):
-        p.grad = piece.view_as(p).to(p.dtype)
-    return float(summed[-2]), bool(summed[-1] > 0)
 
 
 @torch.no_grad()
@@ -181,4 +154,4 @@ def sampled_share(model: CausalLM, logs: Sequence[TokenLog], group: Group) -> fl
 
 def _batches(logs: Sequence[TokenLog], group: Group) -> Iterator[MicroBatch]:
     """This rank's part of `logs`."""
-    return micro_batches(_part([Sample.from_log(log, 0.0) for log in logs], group), max_tokens=MICRO_BATCH_TOKENS)
+    return micro_batches(part_of([Sample.from_log(log, 0.0) for log in logs], group), max_tokens=MICRO_BATCH_TOKENS)

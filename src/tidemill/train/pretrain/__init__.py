@@ -1,0 +1,1 @@
+"""Pretraining and supervised fine-tuning on local data: documents in, a model folder out."""

@@ -1,0 +1,66 @@
+"""How well a model predicts documents it was not trained on: nats per learned token, and bits per byte of text."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from tidemill.model.causal_lm import K3ForCausalLM
+from tidemill.parallel import Group
+from tidemill.train.pretrain.sources import Source
+from tidemill.train.samples import Sample, micro_batches
+from tidemill.train.supervised import part_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutLoss:
+    """Of one source. `bits_per_byte` is None where learned tokens are no plain text; it covers every byte of the
+    documents and no end mark."""
+
+    source: str
+    documents: int
+    tokens: int
+    loss: float
+    bits_per_byte: float | None
+    num_bytes: int
+    seconds: float
+
+
+@torch.no_grad()
+def measure(model: K3ForCausalLM, source: Source, *, context: int, max_tokens: int, micro_batch_tokens: int,
+            end_id: int, group: Group) -> HeldOutLoss:
+    """Loss of the source's first held-out documents, `max_tokens` tokens or one document more; every rank computes a
+    part and gets the whole. `end_id` marks the end of a text and stands for no byte. A source with nothing held out
+    has loss NaN."""
+    started = time.monotonic()
+    samples: list[Sample] = []
+    documents = num_bytes = tokens = 0
+    for found in source.held_out():
+        if tokens >= max_tokens:
+            break
+        pieces = list(found.document.pieces(context))
+        samples += pieces
+        documents, num_bytes = documents + 1, num_bytes + found.num_bytes
+        tokens += sum(len(piece.ids) for piece in pieces)
+    nats, text_nats = _nats(model, part_of(samples, group), micro_batch_tokens, end_id)
+    summed = group.all_reduce(torch.tensor([nats, text_nats], dtype=torch.float64))
+    learned = sum(s.num_sampled for s in samples)
+    bits = float(summed[1]) / math.log(2) / num_bytes if num_bytes else None
+    return HeldOutLoss(source=source.section.name, documents=documents, tokens=learned,
+                       loss=float(summed[0]) / learned if learned else math.nan, bits_per_byte=bits,
+                       num_bytes=num_bytes, seconds=round(time.monotonic() - started, 3))
+
+
+def _nats(model: K3ForCausalLM, samples: Sequence[Sample], max_tokens: int, end_id: int) -> tuple[float, float]:
+    """Summed negative log-likelihood of learned tokens: all, and without end-of-document marks."""
+    total = text = 0.0
+    for batch in micro_batches(samples, max_tokens=max_tokens):
+        nats = F.cross_entropy(model(batch.ids, select=batch.select).float(), batch.targets, reduction="none").double()
+        total += float(nats.sum())
+        text += float(nats[batch.targets != end_id].sum())
+    return total, text

@@ -1,0 +1,111 @@
+"""Which parameter is trained how: Muon for hidden matrices, AdamW for the rest, weight decay where it belongs.
+
+AdamW takes embedding and head, pseudo-queries, gains, convolutions, A_log and dt_bias. Only embedding, head and Muon's
+matrices decay: decay would pull gains, gates and time steps towards values that mean something. Source: K3 technical
+report for Muon and for A_log and dt_bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from tidemill.core.config import require, strict_config
+from tidemill.model.causal_lm import K3ForCausalLM
+from tidemill.model.config import TextConfig
+from tidemill.train.pretrain.muon import Cut, Muon
+
+
+@strict_config
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSection:
+    """`lr` is the peak for Muon and AdamW alike."""
+
+    lr: float = 4e-3
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    """Of Muon."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW."""
+    grad_clip: float = 1.0
+    """Largest norm of the gradient of all parameters together."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "grad_clip"):
+            require(getattr(self, name) > 0, field=name, value=getattr(self, name), expected="a number above 0")
+        for value in (self.momentum, *self.betas):
+            require(0 <= value < 1, field="momentum, betas", value=value, expected="0 <= x < 1")
+        require(self.weight_decay >= 0, field="weight_decay", value=self.weight_decay, expected="a number >= 0")
+
+
+def _kda_heads(c: TextConfig) -> Cut:
+    return Cut(c.linear_attn_config.num_heads, (c.linear_attn_config.head_dim,))
+
+
+_PER_HEAD: dict[str, Callable[[TextConfig], Cut]] = {
+    "self_attn.q_proj.weight": _kda_heads,
+    "self_attn.k_proj.weight": _kda_heads,
+    "self_attn.v_proj.weight": _kda_heads,
+    "self_attn.q_b_proj.weight": lambda c: Cut(c.num_attention_heads, (c.qk_head_dim,)),
+    "self_attn.kv_b_proj.weight": lambda c: Cut(c.num_attention_heads, (c.qk_nope_head_dim, c.v_head_dim)),
+}
+"""Query, key and value maps by the end of their names; each head's slice is a matrix of its own."""
+
+_ADAM_WITH_DECAY = ("embed_tokens.weight", "lm_head.weight")
+
+
+def cut_of(name: str, x: Tensor, config: TextConfig) -> Cut | None:
+    """How Muon sees a parameter; None if AdamW trains it."""
+    if name.endswith(_ADAM_WITH_DECAY) or name.endswith(("_res_proj.weight", "_conv1d.weight")) or x.dim() < 2:
+        return None
+    for suffix, cut in _PER_HEAD.items():
+        if name.endswith(suffix):
+            return cut(config)
+    return Cut(x.shape[0], (x.shape[1],)) if x.dim() == 3 else Cut(1, (x.shape[0],))
+
+
+class Optimizers:
+    """Muon and AdamW over all parameters of a model, stepped together."""
+
+    def __init__(self, model: K3ForCausalLM, settings: OptimizerSection) -> None:
+        self._settings, self._parameters = settings, list(model.parameters())
+        hidden: list[tuple[Parameter, Cut]] = []
+        decayed: list[Parameter] = []
+        plain: list[Parameter] = []
+        for name, p in model.named_parameters():
+            cut = cut_of(name, p, model.config.text_config)
+            if cut is not None:
+                hidden.append((p, cut))
+            else:
+                (decayed if name.endswith(_ADAM_WITH_DECAY) else plain).append(p)
+        self._muon = Muon(hidden, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay)
+        groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        self._adam = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, foreach=True)
+
+    def zero_grad(self) -> None:
+        self._muon.zero_grad(set_to_none=True)
+        self._adam.zero_grad(set_to_none=True)
+
+    def clip(self) -> float:
+        """Scale all gradients so that their norm is at most grad_clip; returns the norm before."""
+        norm = nn.utils.clip_grad_norm_(self._parameters, self._settings.grad_clip, error_if_nonfinite=False)
+        return float(norm)
+
+    def step(self, lr_share: float) -> None:
+        """Update all parameters with `lr_share` of the peak learning rate."""
+        for optimizer in (self._muon, self._adam):
+            for group in optimizer.param_groups:
+                group["lr"] = self._settings.lr * lr_share
+            optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"muon": self._muon.state_dict(), "adam": self._adam.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._muon.load_state_dict(state["muon"])
+        self._adam.load_state_dict(state["adam"])
