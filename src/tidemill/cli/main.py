@@ -18,6 +18,7 @@ from tidemill.core.files import DISK_FULL
 
 _VERBS: dict[str, tuple[str, str, str]] = {
     "doctor": ("tidemill.cli.doctor", "doctor", "Check this machine: kernels, numerics, sandboxes, limits."),
+    "train": ("tidemill.cli.train", "app", "Pretraining and fine-tuning: pretrain, sft, list."),
     "rl": ("tidemill.cli.rl", "app", "Reinforcement learning runs: run, list, report."),
     "eval": ("tidemill.cli.eval", "evaluate", "Evaluate a task on our engine or any OpenAI-compatible endpoint."),
     "serve": ("tidemill.cli.serve", "serve", "Serve a model behind OpenAI's HTTP API."),

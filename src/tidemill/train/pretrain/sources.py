@@ -20,7 +20,7 @@ from tidemill.core.errors import ConfigError
 from tidemill.model.chat.codec import ChatCodec
 from tidemill.train.config import TaskSection
 from tidemill.train.pretrain.documents import Document, conversation_document, text_document
-from tidemill.train.pretrain.text_files import Span, digest_of, find_files, read_row, read_span, spans_of
+from tidemill.train.pretrain.text_files import Reader, Span, digest_of, find_files, spans_of
 
 BYTES_PER_TOKEN = 3
 """Excerpts of text have this many bytes for each token of the context, so that most fit it whole."""
@@ -94,7 +94,7 @@ class FileSource(Source):
     def __init__(self, section: SourceSection, codec: ChatCodec, *, seed: int, held_out: float, context: int) -> None:
         """Raises ConfigError (no file, other data than the recipe's), InputError (a file that cannot be read)."""
         super().__init__(section)
-        self._codec, self._seed = codec, seed
+        self._codec, self._seed, self._reader = codec, seed, Reader()
         files = find_files(section.text or section.conversations, field=f"data.{section.name}")
         spans = [s for path in files for s in spans_of(path, excerpt_bytes=context * BYTES_PER_TOKEN)]
         self.files, self.digest = len(files), digest_of(spans)
@@ -123,7 +123,7 @@ class FileSource(Source):
     def texts(self, *, held_out: bool) -> Iterator[bytes]:
         """The excerpts as they are, for models of bytes."""
         for span in self.kept_back if held_out else self.train:
-            yield read_span(span).encode()
+            yield self._reader.text(span).encode()
 
     def describe(self) -> dict[str, Any]:
         sizes = {name: sum(s.stop - s.start for s in spans)
@@ -133,10 +133,10 @@ class FileSource(Source):
 
     def _read(self, span: Span) -> Document:
         if self.section.conversations:
-            return conversation_document(read_row(span), self._codec, where=f"{span.path}, byte {span.start}")
+            return conversation_document(self._reader.row(span), self._codec, where=f"{span.path}, byte {span.start}")
         if span.path.suffix != ".jsonl":
-            return text_document(read_span(span), self._codec.vocabulary, is_end=span.is_end)
-        text = read_row(span).get("text")
+            return text_document(self._reader.text(span), self._codec.vocabulary, is_end=span.is_end)
+        text = self._reader.row(span).get("text")
         if not isinstance(text, str):
             raise ConfigError(f"{span.path}: the row at byte {span.start} has no field text", field=str(span.path))
         return text_document(text, self._codec.vocabulary, is_end=True)

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from tidemill.core.digests import digest_bytes, digest_json
 from tidemill.core.errors import ConfigError, InputError
@@ -72,24 +73,31 @@ def spans_of(path: Path, *, excerpt_bytes: int) -> list[Span]:
     return spans
 
 
-def read_span(span: Span) -> str:
-    """Text of an excerpt. InputError if the file changed since it was found."""
-    part = _kept_content(span.path)[span.start : span.stop]
-    if digest_bytes(part) != span.digest:
-        raise InputError(f"{span.path} changed while it was in use", field=str(span.path),
-                         remedy="Leave the data alone during a training, or start a new one.")
-    return part.decode()
+class Reader:
+    """Reads excerpts again; keeps the content of the last few files."""
 
+    def __init__(self) -> None:
+        self._content = lru_cache(maxsize=8)(read_content)
 
-def read_row(span: Span) -> dict[str, object]:
-    """A JSON row. InputError naming file and byte if it is no JSON object."""
-    try:
-        row = json.loads(read_span(span))
-    except ValueError as e:
-        raise InputError(f"{span.path}: the row at byte {span.start} is not JSON: {e}", field=str(span.path)) from e
-    if not isinstance(row, dict):
-        raise InputError(f"{span.path}: the row at byte {span.start} is no object", field=str(span.path))
-    return row
+    def text(self, span: Span) -> str:
+        """Text of an excerpt. InputError if the file changed since it was found."""
+        part = self._content(span.path)[span.start : span.stop]
+        if digest_bytes(part) != span.digest:
+            raise InputError(f"{span.path} changed while it was in use", field=str(span.path),
+                             remedy="Leave the data alone during a training, or start a new one.")
+        return part.decode()
+
+    def row(self, span: Span) -> dict[str, Any]:
+        """A JSON row. InputError naming file and byte if it is no JSON object."""
+        text = self.text(span)
+        try:
+            row = json.loads(text)
+        except ValueError as e:
+            raise InputError(f"{span.path}: the row at byte {span.start} is not JSON: {e}",
+                             field=str(span.path)) from e
+        if not isinstance(row, dict):
+            raise InputError(f"{span.path}: the row at byte {span.start} is no object", field=str(span.path))
+        return row
 
 
 def digest_of(spans: Sequence[Span]) -> str:
@@ -110,9 +118,6 @@ def read_content(path: Path) -> bytes:
         raise InputError(f"{path} is not UTF-8 (byte {e.start})", field=str(path),
                          remedy="Convert it, or leave it out with a pattern that begins with '!'.") from e
     return data
-
-
-_kept_content = lru_cache(maxsize=8)(read_content)
 
 
 def _pairs(ends: Iterable[int], start: int = 0) -> Iterator[tuple[int, int]]:
