@@ -111,7 +111,7 @@ class Plan:
         return (*(tuple(log.ids[:limit]) for log in logs), long, rare)[:count]
 
 
-def preset_config(section: ModelSection, vocab_size: int) -> K3Config:
+def preset_config(section: ModelSection, vocab_size: int) -> ModelConfig:
     """A preset with the section's overrides. Raises ConfigError naming preset or field."""
     if section.preset not in BY_VOCABULARY:
         raise ConfigError(f"model.preset = {section.preset!r}: expected one of {', '.join(BY_VOCABULARY)}",

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from tidemill.model.balance import RouterBalance
-from tidemill.model.causal_lm import K3ForCausalLM
+from tidemill.model.causal_lm import CausalLM
 from tidemill.parallel import Group
 from tidemill.train.samples import Sample, micro_batches
 
 
-def accumulate(model: K3ForCausalLM, balance: RouterBalance, samples: Sequence[Sample], group: Group, *,
+def accumulate(model: CausalLM, balance: RouterBalance, samples: Sequence[Sample], group: Group, *,
                max_tokens: int, stop: Callable[[], bool]) -> tuple[float, bool]:
     """Add to the gradients those of the mean cross-entropy over all chosen tokens of `samples`, of which this rank
     computes its part; afterwards every rank holds the sum, and `balance` the scores of all. Micro-batches have at most

@@ -26,7 +26,7 @@ from tidemill.core.files import read_jsonl
 from tidemill.core.launcher import leftovers
 from tidemill.model.balance import RouterBalance
 from tidemill.model.base import BaseStore, write_base
-from tidemill.model.causal_lm import K3ForCausalLM
+from tidemill.model.causal_lm import CausalLM
 from tidemill.model.chat import ChatCodec, Tokenizer, build_tokenizer
 from tidemill.model.layers import RoutedExperts
 from tidemill.model.presets import toy
@@ -208,7 +208,7 @@ def test_a_lost_rank_ends_the_training_and_it_goes_on_with_the_same_bits(begun: 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(rank, range(2))
     assert all(torch.equal(x, second[name]) for name, x in first.items())
-    model = K3ForCausalLM(BaseStore.open(run.path / "model").config, initialise=False)
+    model = CausalLM(BaseStore.open(run.path / "model").config, initialise=False)
     model.load_state_dict(first)
     assert write_base(tmp_path / "model", model).base_digest == outcome(run)[0]
 
@@ -225,7 +225,7 @@ def documents() -> list[Sample]:
     return [*text.pieces(48), *conversation_document(row, CODEC, where="here").pieces(48)]
 
 
-def gradients(model: K3ForCausalLM, samples: list[Sample], *, max_tokens: int,
+def gradients(model: CausalLM, samples: list[Sample], *, max_tokens: int,
               group: Group | None = None) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad(set_to_none=True)
     balance = RouterBalance(model)
@@ -237,8 +237,8 @@ def gradients(model: K3ForCausalLM, samples: list[Sample], *, max_tokens: int,
     return loss, found | biases
 
 
-def fresh() -> K3ForCausalLM:
-    return K3ForCausalLM(toy(TOKENIZER.size, dtype="float32"), seed=1)
+def fresh() -> CausalLM:
+    return CausalLM(toy(TOKENIZER.size, dtype="float32"), seed=1)
 
 
 def close(one: tuple[float, dict[str, Tensor]], other: tuple[float, dict[str, Tensor]]) -> None:

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
-from tidemill.model.causal_lm import K3ForCausalLM
-from tidemill.model.presets import tiny
+from tidemill.model.causal_lm import CausalLM
+from tidemill.model.presets import tiny, tiny_linear
 from tidemill.train.pretrain.muon import UPDATE_SIZE, Cut, Muon, orthogonalised
 from tidemill.train.pretrain.parameters import Optimizers, OptimizerSection, cut_of
 
-MODEL = K3ForCausalLM(tiny(), seed=3)
+MODEL = CausalLM(tiny(), seed=3)
 TEXT = MODEL.config.text_config
 
 
@@ -38,12 +38,14 @@ def test_a_zero_matrix_stays_zero() -> None:
     assert not orthogonalised(torch.zeros(3, 4)).any()
 
 
-@pytest.mark.parametrize("suffix", ["q_proj.weight", "kv_b_proj.weight"])
-def test_a_head_is_updated_as_if_it_were_alone(suffix: str) -> None:
-    name, p = next((n, p) for n, p in MODEL.named_parameters() if n.endswith(f"self_attn.{suffix}"))
-    cut = cut_of(name, p, TEXT)
-    assert cut is not None
-    assert cut.blocks == 3
+@pytest.mark.parametrize(("name", "parts"), [
+    ("layers.0.self_attn.q_proj", (16,)), ("layers.1.self_attn.v_proj", (16,)), ("layers.3.self_attn.q_b_proj", (24,)),
+    ("layers.6.self_attn.kv_b_proj", (16, 24)),
+])
+def test_a_head_is_updated_as_if_it_were_alone(name: str, parts: tuple[int, ...]) -> None:
+    p = dict(MODEL.named_parameters())[f"model.{name}.weight"]
+    cut = cut_of(f"model.{name}.weight", p, TEXT)
+    assert cut == Cut(3, parts)
     torch.manual_seed(1)
     gradient = torch.randn_like(p)
     whole = stepped(p, gradient, cut)
@@ -54,6 +56,13 @@ def test_a_head_is_updated_as_if_it_were_alone(suffix: str) -> None:
         torch.testing.assert_close(whole.view(3, -1, p.shape[1])[number], alone)
     together = stepped(p, gradient, Cut(1, (p.shape[0],)))
     assert not torch.allclose(whole, together, atol=1e-4)
+
+
+def test_the_query_map_of_an_mla_layer_without_query_latent_has_the_heads_of_mla() -> None:
+    text = tiny_linear().text_config
+    kda, mla = (cut_of(f"model.layers.{layer}.self_attn.q_proj.weight", torch.empty(48, 64), text) for layer in (0, 3))
+    assert kda == Cut(2, (32,))
+    assert mla == Cut(2, (24,))
 
 
 def test_an_expert_is_updated_as_if_it_were_alone() -> None:
@@ -107,7 +116,7 @@ def test_muon_has_the_hidden_matrices_and_adamw_the_rest() -> None:
 
 
 def test_without_gradient_only_matrices_embedding_and_head_shrink() -> None:
-    model = K3ForCausalLM(tiny(), seed=3)
+    model = CausalLM(tiny(), seed=3)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizers = Optimizers(model, OptimizerSection(lr=0.5, weight_decay=0.1))
     for p in model.parameters():

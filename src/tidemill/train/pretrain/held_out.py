@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from tidemill.model.causal_lm import K3ForCausalLM
+from tidemill.model.causal_lm import CausalLM
 from tidemill.parallel import Group
 from tidemill.train.pretrain.sources import Source
 from tidemill.train.samples import Sample, micro_batches
@@ -32,7 +32,7 @@ class HeldOutLoss:
 
 
 @torch.no_grad()
-def measure(model: K3ForCausalLM, source: Source, *, context: int, max_tokens: int, micro_batch_tokens: int,
+def measure(model: CausalLM, source: Source, *, context: int, max_tokens: int, micro_batch_tokens: int,
             end_id: int, group: Group) -> HeldOutLoss:
     """Loss of the source's first held-out documents, `max_tokens` tokens or one document more; every rank computes a
     part and gets the whole. `end_id` marks the end of a text and stands for no byte. A source with nothing held out
@@ -56,7 +56,7 @@ def measure(model: K3ForCausalLM, source: Source, *, context: int, max_tokens: i
                        num_bytes=num_bytes, seconds=round(time.monotonic() - started, 3))
 
 
-def _nats(model: K3ForCausalLM, samples: Sequence[Sample], max_tokens: int, end_id: int) -> tuple[float, float]:
+def _nats(model: CausalLM, samples: Sequence[Sample], max_tokens: int, end_id: int) -> tuple[float, float]:
     """Summed negative log-likelihood of learned tokens: all, and without end-of-document marks."""
     total = text = 0.0
     for batch in micro_batches(samples, max_tokens=max_tokens):

@@ -24,10 +24,10 @@ from tidemill.core.files import write_json
 from tidemill.core.launcher import end_leftovers
 from tidemill.model.balance import RouterBalance
 from tidemill.model.base import BaseStore, write_base
-from tidemill.model.causal_lm import K3ForCausalLM
+from tidemill.model.causal_lm import CausalLM
 from tidemill.model.chat.codec import ChatCodec
 from tidemill.model.chat.tokenizer import Tokenizer
-from tidemill.model.config import K3Config
+from tidemill.model.config import ModelConfig
 from tidemill.model.inventory import total_parameters
 from tidemill.parallel import Group
 from tidemill.train import checkpoint
@@ -78,7 +78,7 @@ def start(recipe: Recipe, runs: Path) -> RunDir:
     """A new run folder with tokenizer and description of the data. Raises ConfigError or InputError, and leaves no
     folder, if recipe or data are no good."""
     tokenizer = Tokenizer.load(initial_model(recipe)) if recipe.kind == "sft" else trained_vocabulary(recipe)
-    config = K3Config.read(initial_model(recipe)) if recipe.kind == "sft" else _model_config(recipe, tokenizer)
+    config = ModelConfig.read(initial_model(recipe)) if recipe.kind == "sft" else _model_config(recipe, tokenizer)
     limit = config.text_config.max_position_embeddings
     if recipe.context > limit:
         raise ConfigError(f"context = {recipe.context}: the model takes {limit} positions", field="context")
@@ -141,7 +141,7 @@ def _start_folder(run: RunDir) -> Path:
     return run.path / "start"
 
 
-def _model_config(recipe: Recipe, tokenizer: Tokenizer) -> K3Config:
+def _model_config(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
     assert recipe.model is not None
     config = preset_config(recipe.model, tokenizer.size)
     control = tokenizer.control
@@ -162,14 +162,14 @@ class _Rank:
         self._sources = _sources(recipe, tokenizer)
         self._mixture = Mixture(self._sources, context=recipe.context)
         if recipe.kind == "pretrain":
-            self._model = K3ForCausalLM(K3Config.read(_start_folder(run)), seed=recipe.seed)
+            self._model = CausalLM(ModelConfig.read(_start_folder(run)), seed=recipe.seed)
         else:
             self._model = BaseStore.open(initial_model(recipe)).model().requires_grad_(True)
         self._optimizers = Optimizers(self._model, recipe.optimizer)
         self._balance = RouterBalance(self._model)
         self._kept = time.monotonic()
 
-    def train(self, stop: Callable[[], bool]) -> tuple[K3ForCausalLM, list[HeldOutLoss]]:
+    def train(self, stop: Callable[[], bool]) -> tuple[CausalLM, list[HeldOutLoss]]:
         """All steps that are left. Returns the model and its last measurement; raises Stopped."""
         first = self._restore() + 1
         schedule = self._recipe.schedule
@@ -241,7 +241,7 @@ class _Rank:
         return saved.step
 
 
-def _finish(recipe: Recipe, run: RunDir, metrics: Metrics, model: K3ForCausalLM, last: list[HeldOutLoss]) -> Result:
+def _finish(recipe: Recipe, run: RunDir, metrics: Metrics, model: CausalLM, last: list[HeldOutLoss]) -> Result:
     """Write the model folder and the summary."""
     folder = run.path / "model"
     write_base(folder, model)

@@ -7,7 +7,7 @@ report for Muon and for A_log and dt_bias.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from tidemill.core.config import require, strict_config
-from tidemill.model.causal_lm import K3ForCausalLM
+from tidemill.model.causal_lm import CausalLM
 from tidemill.model.config import TextConfig
 from tidemill.train.pretrain.muon import Cut, Muon
 
@@ -43,36 +43,32 @@ class OptimizerSection:
         require(self.weight_decay >= 0, field="weight_decay", value=self.weight_decay, expected="a number >= 0")
 
 
-def _kda_heads(c: TextConfig) -> Cut:
-    return Cut(c.linear_attn_config.num_heads, (c.linear_attn_config.head_dim,))
-
-
-_PER_HEAD: dict[str, Callable[[TextConfig], Cut]] = {
-    "self_attn.q_proj.weight": _kda_heads,
-    "self_attn.k_proj.weight": _kda_heads,
-    "self_attn.v_proj.weight": _kda_heads,
-    "self_attn.q_b_proj.weight": lambda c: Cut(c.num_attention_heads, (c.qk_head_dim,)),
-    "self_attn.kv_b_proj.weight": lambda c: Cut(c.num_attention_heads, (c.qk_nope_head_dim, c.v_head_dim)),
-}
-"""Query, key and value maps by the end of their names; each head's slice is a matrix of its own."""
-
 _ADAM_WITH_DECAY = ("embed_tokens.weight", "lm_head.weight")
+_HEADS = re.compile(r"layers\.(\d+)\.self_attn\.(q|k|v|q_b|kv_b)_proj\.weight$")
+"""Query, key and value maps: each head's slice is a matrix of its own."""
 
 
 def cut_of(name: str, x: Tensor, config: TextConfig) -> Cut | None:
     """How Muon sees a parameter; None if AdamW trains it."""
     if name.endswith(_ADAM_WITH_DECAY) or name.endswith(("_res_proj.weight", "_conv1d.weight")) or x.dim() < 2:
         return None
-    for suffix, cut in _PER_HEAD.items():
-        if name.endswith(suffix):
-            return cut(config)
+    found = _HEADS.search(name)
+    if found is not None:
+        return _cut_into_heads(found[2], config, is_mla=int(found[1]) in config.mla_layers)
     return Cut(x.shape[0], (x.shape[1],)) if x.dim() == 3 else Cut(1, (x.shape[0],))
+
+
+def _cut_into_heads(which: str, config: TextConfig, *, is_mla: bool) -> Cut:
+    if not is_mla:
+        return Cut(config.linear_attn_config.num_heads, (config.linear_attn_config.head_dim,))
+    parts = (config.qk_nope_head_dim, config.v_head_dim) if which == "kv_b" else (config.qk_head_dim,)
+    return Cut(config.num_attention_heads, parts)
 
 
 class Optimizers:
     """Muon and AdamW over all parameters of a model, stepped together."""
 
-    def __init__(self, model: K3ForCausalLM, settings: OptimizerSection) -> None:
+    def __init__(self, model: CausalLM, settings: OptimizerSection) -> None:
         self._settings, self._parameters = settings, list(model.parameters())
         hidden: list[tuple[Parameter, Cut]] = []
         decayed: list[Parameter] = []
