@@ -1,4 +1,5 @@
-"""Which model a command means: a folder, or on request a preset with random weights."""
+"""Which model a command means: a folder, one that comes with the package, or on request a preset with random
+weights."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pathlib import Path
 from tidemill.core.errors import InputError
 from tidemill.engine.random_model import write_random_model
 from tidemill.model.presets import BY_VOCABULARY
+from tidemill.model.shipped import shipped_model, shipped_names
 
 
 @contextmanager
@@ -18,10 +20,13 @@ def model_folder(model: str, *, random_init: bool) -> Iterator[Path]:
     """The folder of `model`; a random one lives as long as the context. Raises InputError saying what would work."""
     if not random_init:
         folder = Path(model)
+        if not (folder / "config.json").is_file() and model in shipped_names():
+            folder = shipped_model(model)
         if not (folder / "config.json").is_file():
             hint = f"{model!r} is a preset without trained weights: add --random-init to try it with random ones." \
                 if model in BY_VOCABULARY else "Give the folder of a model (config.json, model.safetensors, " \
-                f"tokenizer.json), or a preset ({', '.join(BY_VOCABULARY)}) with --random-init."
+                f"tokenizer.json), a model of the package ({', '.join(shipped_names()) or 'none here'}), " \
+                f"or a preset ({', '.join(BY_VOCABULARY)}) with --random-init."
             raise InputError(f"{model!r} is no model folder: it has no config.json.", field="model", remedy=hint)
         yield folder
         return

@@ -40,6 +40,8 @@ Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY.PATH=
                                                      help="Change a value of the recipe; may be repeated.")]
 RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Folder in which trainings are kept.")]
 Resume = Annotated[str, typer.Option(metavar="RUN", help="Go on with a training: its id, its folder, or `last`.")]
+Branch = Annotated[str, typer.Option(metavar="RUN", help="A new training from the last checkpoint of another one, with "
+                                                         "values changed by --set.")]
 For = Annotated[str, typer.Option("--for", metavar="TIME", help="Stop after this time, e.g. 90min, 8h, 2d.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -47,18 +49,28 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command("pretrain")
 def pretrain(recipe: RecipeName = "", seed: Seed = None, overrides: Overrides = None,
-             runs_dir: RunsDir = Path("runs/train"), resume: Resume = "", limit: For = "", dry_run: DryRun = False,
-             as_json: AsJson = False) -> None:
+             runs_dir: RunsDir = Path("runs/train"), resume: Resume = "", branch: Branch = "",
+             limit: For = "", dry_run: DryRun = False, as_json: AsJson = False) -> None:
     """Train a new model on local data."""
-    _train("pretrain", recipe, seed, overrides or [], runs_dir, resume, limit, dry_run=dry_run, as_json=as_json)
+    seconds = _seconds(limit) if limit else None
+    run, of = _opened("pretrain", recipe, seed, overrides or [], runs_dir, resume, branch, dry_run=dry_run)
+    if run is None:
+        _dry_run(of, as_json=as_json)
+    else:
+        _execute(of, run, seconds, as_json=as_json)
 
 
 @app.command("sft")
 def sft(recipe: RecipeName = "", seed: Seed = None, overrides: Overrides = None,
-        runs_dir: RunsDir = Path("runs/train"), resume: Resume = "", limit: For = "", dry_run: DryRun = False,
-        as_json: AsJson = False) -> None:
+        runs_dir: RunsDir = Path("runs/train"), resume: Resume = "", branch: Branch = "",
+        limit: For = "", dry_run: DryRun = False, as_json: AsJson = False) -> None:
     """Fine-tune a model on conversations; only what the assistant writes is learned."""
-    _train("sft", recipe, seed, overrides or [], runs_dir, resume, limit, dry_run=dry_run, as_json=as_json)
+    seconds = _seconds(limit) if limit else None
+    run, of = _opened("sft", recipe, seed, overrides or [], runs_dir, resume, branch, dry_run=dry_run)
+    if run is None:
+        _dry_run(of, as_json=as_json)
+    else:
+        _execute(of, run, seconds, as_json=as_json)
 
 
 @app.command("list")
@@ -74,34 +86,34 @@ def list_recipes(as_json: AsJson = False) -> None:
         print(f"{r.name}  ({r.kind}, {r.schedule.steps} steps)\n    {' '.join(r.about.split())}")
 
 
-def _train(kind: Kind, name: str, seed: int | None, overrides: list[str], runs_dir: Path, resume: str, limit: str, *,
-           dry_run: bool, as_json: bool) -> None:
-    from tidemill.train.pretrain.job import reopen, start
+def _opened(kind: Kind, name: str, seed: int | None, overrides: list[str], runs_dir: Path, resume: str, branch: str, *,
+            dry_run: bool) -> tuple[RunDir | None, Recipe]:
+    """The run that is meant, new or old, and its recipe; no run for a dry run."""
+    from tidemill.train.pretrain import job
     from tidemill.train.pretrain.recipe import load_recipe, recipe_names
 
-    if bool(name) == bool(resume):
-        raise InputError("give either a recipe or --resume RUN", field="recipe",
+    if sum(map(bool, (name, resume, branch))) != 1:
+        raise InputError("give one of: a recipe, --resume RUN, --branch RUN", field="recipe",
                          remedy=f"Recipes: {', '.join(recipe_names(kind)) or 'none'}.")
-    seconds = _seconds(limit) if limit else None
-    if resume:
-        if overrides or seed is not None or dry_run:
-            raise InputError("--resume goes on with the training's own recipe: --set, --seed and --dry-run do not fit",
-                             field="resume")
-        run, recipe = reopen(_find(runs_dir, resume))
-        if recipe.kind != kind:
-            raise ConfigError(f"{run.path} is of kind {recipe.kind}", field="resume",
-                              remedy=f"Go on with tidemill train {recipe.kind} --resume {run.path}.")
-        if (run.path / "summary.json").is_file():
-            raise ConfigError(f"{run.path} has ended", field="resume", remedy=f"Its model is {run.path / 'model'}.")
-    else:
+    if name:
         recipe = load_recipe(name, overrides, kind=kind, seed=seed)
         if dry_run:
-            _dry_run(recipe, as_json=as_json)
-            return
-        print("reading the data and training the vocabulary" if kind == "pretrain" else "reading the data",
-              file=sys.stderr)
-        run = start(recipe, runs_dir)
-    _execute(recipe, run, seconds, as_json=as_json)
+            return None, recipe
+        print("reading the data" + (" and learning the vocabulary" if kind == "pretrain" else ""), file=sys.stderr)
+        return job.start(recipe, runs_dir), recipe
+    if seed is not None or dry_run or (resume and overrides):
+        raise InputError("--resume goes on with the training's own recipe, --branch with values changed by --set: "
+                         "other options do not fit", field="resume")
+    path = _find(runs_dir, resume or branch)
+    run, recipe = job.reopen(path)
+    if recipe.kind != kind:
+        raise ConfigError(f"{path} is of kind {recipe.kind}", field="resume",
+                          remedy=f"Go on with tidemill train {recipe.kind}.")
+    if branch:
+        return job.branch(path, overrides, runs_dir)
+    if (path / "summary.json").is_file():
+        raise ConfigError(f"{path} has ended", field="resume", remedy=f"Its model is {path / 'model'}.")
+    return run, recipe
 
 
 def _execute(recipe: Recipe, run: RunDir, seconds: float | None, *, as_json: bool) -> None:

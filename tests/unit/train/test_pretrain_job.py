@@ -213,6 +213,25 @@ def test_a_lost_rank_ends_the_training_and_it_goes_on_with_the_same_bits(begun: 
     assert write_base(tmp_path / "model", model).base_digest == outcome(run)[0]
 
 
+def test_a_branch_ends_early_and_leaves_the_training_it_came_from_alone(begun: RunDir, whole: RunDir,
+                                                                         tmp_path: Path) -> None:
+    run = copied(begun, tmp_path)
+    carried_on(run, stop_after=1)
+    before = sorted(p.relative_to(run.path) for p in run.path.rglob("*"))
+    command = CliRunner().invoke(app, ["pretrain", "--branch", str(run.path), "--runs-dir", str(tmp_path / "more"),
+                                       "--set", "schedule.steps=4", "--json"])
+    told = json.loads(command.stdout)
+    assert (told["stopped_by"], told["step"]) == ("steps", 4)
+    steps = [row["step"] for row in read_jsonl(Path(told["run"]) / "events.jsonl") if row["event"] == "update"]
+    assert steps == [3, 4]
+    assert json.loads((Path(told["model"]) / "data.json").read_text())["branched_from"] == {"run": run.name, "step": 2}
+    assert sorted(p.relative_to(run.path) for p in run.path.rglob("*")) == before
+    for change, why in (("schedule.steps=2", "checkpoint is at step 2 of 2"), ("model.preset=tiny", "model cannot")):
+        with pytest.raises(InputError, match=why):
+            job.branch(run.path, [change], tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
+
+
 # -- a step ------------------------------------------------------------------------------------------------------------
 
 TOKENIZER = build_tokenizer()
@@ -431,7 +450,8 @@ def test_the_command_trains_and_goes_on(recipe_file: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("arguments", "told"), [
-    (["pretrain"], "give either a recipe or --resume"),
+    (["pretrain"], "give one of: a recipe, --resume RUN, --branch RUN"),
+    (["pretrain", "nano", "--branch", "last"], "give one of"),
     (["pretrain", "nano", "--for", "soon"], "--for 'soon'"),
     (["pretrain", "--resume", "nothing"], "neither a training's folder"),
     (["pretrain", "--resume", "last", "--seed", "2"], "do not fit"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from tidemill.model.causal_lm import CausalLM
 from tidemill.parallel import Group
@@ -47,8 +48,8 @@ def measure(model: CausalLM, source: Source, *, context: int, max_tokens: int, m
         samples += pieces
         documents, num_bytes = documents + 1, num_bytes + found.num_bytes
         tokens += sum(len(piece.ids) for piece in pieces)
-    nats, text_nats = _nats(model, part_of(samples, group), micro_batch_tokens, end_id)
-    summed = group.all_reduce(torch.tensor([nats, text_nats], dtype=torch.float64))
+    nats = sample_nats(model, part_of(samples, group), max_tokens=micro_batch_tokens, end_id=end_id)
+    summed = group.all_reduce(nats.sum(1))
     learned = sum(s.num_sampled for s in samples)
     bits = float(summed[1]) / math.log(2) / num_bytes if num_bytes else None
     return HeldOutLoss(source=source.section.name, documents=documents, tokens=learned,
@@ -56,11 +57,14 @@ def measure(model: CausalLM, source: Source, *, context: int, max_tokens: int, m
                        num_bytes=num_bytes, seconds=round(time.monotonic() - started, 3))
 
 
-def _nats(model: CausalLM, samples: Sequence[Sample], max_tokens: int, end_id: int) -> tuple[float, float]:
-    """Summed negative log-likelihood of learned tokens: all, and without end-of-document marks."""
-    total = text = 0.0
+@torch.no_grad()
+def sample_nats(model: CausalLM, samples: Sequence[Sample], *, max_tokens: int, end_id: int) -> Tensor:
+    """Summed negative log-likelihood of each sample's learned tokens, [2, samples] fp64: of all, and of those that are
+    not `end_id`."""
+    total = torch.zeros(2, len(samples), dtype=torch.float64)
     for batch in micro_batches(samples, max_tokens=max_tokens):
-        nats = F.cross_entropy(model(batch.ids, select=batch.select).float(), batch.targets, reduction="none").double()
-        total += float(nats.sum())
-        text += float(nats[batch.targets != end_id].sum())
-    return total, text
+        nats = F.cross_entropy(model(batch.ids, select=batch.select).float(), batch.targets, reduction="none")
+        both = torch.stack([nats, nats * (batch.targets != end_id)]).double()
+        rows = torch.tensor(batch.samples)[batch.rows]
+        total.index_add_(1, rows, both)
+    return total

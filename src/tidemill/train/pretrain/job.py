@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from tidemill.core.config import load_yaml, parse_config, replace
-from tidemill.core.errors import ConfigError, TrainError
+from tidemill.core.config import load_yaml, parse_config, replace, set_dotted
+from tidemill.core.errors import ConfigError, InputError, TrainError
 from tidemill.core.files import write_json
 from tidemill.core.launcher import end_leftovers
 from tidemill.model.balance import RouterBalance
@@ -29,6 +31,7 @@ from tidemill.model.chat.codec import ChatCodec
 from tidemill.model.chat.tokenizer import Tokenizer
 from tidemill.model.config import ModelConfig
 from tidemill.model.inventory import total_parameters
+from tidemill.model.shipped import shipped_model, shipped_names
 from tidemill.parallel import Group
 from tidemill.train import checkpoint
 from tidemill.train.checkpoint import Checkpoint
@@ -45,6 +48,8 @@ from tidemill.train.run_dir import RunDir
 from tidemill.train.supervised import accumulate
 
 FOLDERS = ("checkpoints", "tensorboard")
+DATA, TRAINING = "data.json", "training.json"
+"""Beside the weights in a model folder: what the data were, and the summary of the training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +91,7 @@ def start(recipe: Recipe, runs: Path) -> RunDir:
     run = RunDir.create(runs, recipe, FOLDERS)
     tokenizer.save(_start_folder(run))
     config.write(_start_folder(run))
-    write_json(run.path / "data.json", {
-        "tokenizer": tokenizer.digest, "vocabulary": tokenizer.size,
-        "sources": {s.section.name: {"licence": s.section.licence, "package": s.section.package,
-                                     "weight": s.section.weight, **s.describe()} for s in sources},
-    })
+    _describe_data(run, sources)
     return run
 
 
@@ -98,6 +99,32 @@ def reopen(path: Path) -> tuple[RunDir, Recipe]:
     """An existing run. InputError or ConfigError if the folder holds none."""
     run = RunDir.open(path)
     return run, parse_config(Recipe, load_yaml(path / "config.resolved.yaml"), source=str(path))
+
+
+def branch(path: Path, overrides: Sequence[str], runs: Path) -> tuple[RunDir, Recipe]:
+    """A new run that goes on from the last checkpoint of the one at `path` with values of its recipe changed; the old
+    run stays as it is. So a plateau (schedule wsd) is brought to an end early: with fewer schedule.steps. ConfigError
+    if the change needs another model or vocabulary, InputError if there is no checkpoint or too few steps are left."""
+    source, recipe = reopen(path)
+    data = load_yaml(path / "config.resolved.yaml")
+    for assignment in overrides:
+        set_dotted(data, assignment)
+    changed = parse_config(Recipe, data, source=f"{path} with --set")
+    for name in ("kind", "model", "vocabulary", "init"):
+        if getattr(changed, name) != getattr(recipe, name):
+            raise ConfigError(f"{name} cannot be changed in the middle of a training", field=name,
+                              remedy="Start a new one.")
+    saved = checkpoint.load_newest(source.checkpoints)
+    if saved is None or saved.step >= changed.schedule.steps:
+        raise InputError(f"{path}: its last checkpoint is at step {saved.step if saved else 0} of "
+                         f"{changed.schedule.steps}", field="branch",
+                         remedy="Give more schedule.steps, or resume the training first.")
+    run = RunDir.create(runs, changed, FOLDERS)
+    shutil.copytree(_start_folder(source), _start_folder(run))
+    sources = _sources(changed, Tokenizer.load(_start_folder(run)))
+    _describe_data(run, sources, branched_from={"run": source.name, "step": saved.step})
+    checkpoint.save(run.checkpoints, saved)
+    return run, changed
 
 
 def execute(recipe: Recipe, run: RunDir, *, listeners: tuple[Listener, ...] = (), stop: Stop = never) -> Result:
@@ -125,16 +152,28 @@ def execute(recipe: Recipe, run: RunDir, *, listeners: tuple[Listener, ...] = ()
 
 def initial_model(recipe: Recipe) -> Path:
     """Folder of the model an sft recipe goes on from."""
-    folder = Path(recipe.init)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"init = {recipe.init!r}: no model folder (no config.json)", field="init")
-    return folder
+    if (Path(recipe.init) / "config.json").is_file():
+        return Path(recipe.init)
+    if recipe.init in shipped_names():
+        return shipped_model(recipe.init)
+    raise ConfigError(f"init = {recipe.init!r}: neither a model folder (it has no config.json) nor one of "
+                      f"{', '.join(shipped_names()) or 'no shipped models'}", field="init")
 
 
 def _sources(recipe: Recipe, tokenizer: Tokenizer) -> list[Source]:
     codec = ChatCodec(tokenizer)
     return [open_source(section, codec, seed=recipe.seed, held_out=recipe.held_out.share, context=recipe.context)
             for section in recipe.data]
+
+
+def _describe_data(run: RunDir, sources: Sequence[Source], **more: Any) -> None:
+    """data.json."""
+    tokenizer = Tokenizer.load(_start_folder(run))
+    write_json(run.path / DATA, {
+        "tokenizer": tokenizer.digest, "vocabulary": tokenizer.size, **more,
+        "sources": {s.section.name: {"licence": s.section.licence, "package": s.section.package,
+                                     "weight": s.section.weight, **s.describe()} for s in sources},
+    })
 
 
 def _start_folder(run: RunDir) -> Path:
@@ -253,6 +292,9 @@ def _finish(recipe: Recipe, run: RunDir, metrics: Metrics, model: CausalLM, last
         "tokens": tokens, "parameters": total_parameters(model.config.text_config),
         "held_out": [asdict(row) for row in last],
     }
+    # The model folder says by itself what it was trained on, and how far.
+    shutil.copyfile(run.path / DATA, folder / DATA)
+    write_json(folder / TRAINING, summary)
     write_json(run.path / "summary.json", summary)
     metrics.event("stop", stopped_by="steps", step=recipe.schedule.steps)
     return Result(stopped_by="steps", step=recipe.schedule.steps, run=run.path, model=folder)
