@@ -53,8 +53,8 @@ def _shape(config: ModelConfig, training: Mapping[str, Any], size: int) -> list[
     return [
         f"{training['parameters']:,} parameters in {len(text.kda_layers)} KDA and {len(text.mla_layers)} MLA layers, "
         f"width {text.hidden_size}, {text.num_experts} experts of which {text.num_experts_per_token} compute, "
-        f"attention residuals in blocks of {text.attn_res_block_size}, vocabulary {text.vocab_size}. Routed experts are MXFP4; "
-        f"the folder is {size / 1e6:.1f} MB.",
+        f"attention residuals in blocks of {text.attn_res_block_size}, vocabulary {text.vocab_size}. Routed experts "
+        f"are MXFP4; the folder is {size / 1e6:.1f} MB.",
     ]
 
 
