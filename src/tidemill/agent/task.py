@@ -192,6 +192,7 @@ TASKS: dict[str, str] = {
     "ledger": "tidemill.agent.tasks.ledger:LedgerTask",
     "gym": "tidemill.agent.tasks.gym:GymTask",
     "toolbox": "tidemill.agent.tasks.toolbox:ToolboxTask",
+    "echo": "tidemill.agent.tasks.echo:EchoTask",
 }
 """Tasks that come with the package. Anything else is named `module:object` or `file.py:object`."""
 

@@ -15,16 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidemill.agent.task import Attempt, Drill, Problem, Split, SplitRule, Task, Turn, Verdict
+from tidemill.agent.tasks.phrases import NOUNS, number, phrase, word
 from tidemill.agent.tools.toolbox import OPERATIONS, calculate, listing, note
 
 SIZES = {Split.TRAIN: 1_000_000, Split.DEV: 4096, Split.TEST: 4096}
 WITHOUT_TOOL = 0.15
 """Share of requests that are answered at once."""
 
-_LETTERS = "abcdefghijklmnopqrstuvwxyz"
-_NOUNS = ("apple", "bridge", "candle", "desert", "engine", "forest", "garden", "hammer", "island", "jacket", "kettle",
-          "ladder", "market", "needle", "orange", "pencil", "quartz", "river", "saddle", "tunnel", "umbrella", "violin",
-          "window", "yellow", "zebra", "north", "small", "quick", "seven", "paper", "stone", "light")
 _FOLDERS = ("notes", "docs", "data", "logs", "work")
 _GREETINGS = {
     "Hello!": "Hello.", "Hi.": "Hello.", "Good morning.": "Good morning.", "Good evening.": "Good evening.",
@@ -101,14 +98,10 @@ def _calculator(rng: random.Random) -> Request:
 
 
 def _expression(rng: random.Random) -> str:
-    text = str(_number(rng))
+    text = str(number(rng))
     for _ in range(rng.choice((1, 1, 2))):
-        text += f" {rng.choice('+-*')} {_number(rng)}"
+        text += f" {rng.choice('+-*')} {number(rng)}"
     return text
-
-
-def _number(rng: random.Random) -> int:
-    return rng.randrange(10 ** rng.randint(1, 4))
 
 
 _TEXT_PROMPTS: Mapping[str, Sequence[str]] = {
@@ -122,7 +115,7 @@ _TEXT_PROMPTS: Mapping[str, Sequence[str]] = {
 
 def _text(rng: random.Random) -> Request:
     operation = rng.choice(tuple(OPERATIONS))
-    text = _phrase(rng)
+    text = phrase(rng)
     if operation == "lower":
         text = text.upper() if rng.random() < 0.5 else text.title()
     result = OPERATIONS[operation](text)
@@ -130,32 +123,19 @@ def _text(rng: random.Random) -> Request:
                    {"operation": operation, "text": text}, result)
 
 
-def _phrase(rng: random.Random) -> str:
-    return " ".join(_word(rng) for _ in range(rng.randint(1, 4)))
-
-
-def _word(rng: random.Random) -> str:
-    kind = rng.random()
-    if kind < 0.6:
-        return rng.choice(_NOUNS)
-    if kind < 0.8:
-        return "".join(rng.choice(_LETTERS) for _ in range(rng.randint(2, 5)))
-    return str(_number(rng))
-
-
 def _files(rng: random.Random) -> Request:
     folder = rng.choice(_FOLDERS)
     if rng.random() < 0.2:
-        folder += f"/{rng.choice(_NOUNS)}"
+        folder += f"/{rng.choice(NOUNS)}"
         result = listing(folder)
         prompt = rng.choice(("List the files in {}.", "Which files are in {}?")).format(folder)
         return Request(prompt, result, "files", {"action": "list", "path": folder}, result)
-    path = f"{folder}/{_word(rng)}.txt"
+    path = f"{folder}/{word(rng)}.txt"
     if rng.random() < 0.5:
         result = note(path)
         prompt = rng.choice(("What does {} say?", "Read {}.", "Show me the file {}.")).format(path)
         return Request(prompt, result, "files", {"action": "read", "path": path}, result)
-    content = _phrase(rng)
+    content = phrase(rng)
     prompt = rng.choice(('Save "{}" to {}.', 'Write "{}" into the file {}.')).format(content, path)
     return Request(prompt, "Done.", "files", {"action": "write", "path": path, "content": content}, "saved")
 
@@ -163,9 +143,9 @@ def _files(rng: random.Random) -> Request:
 def _without_tool(rng: random.Random) -> Request:
     if rng.random() < 0.5:
         greeting, answer = rng.choice(tuple(_GREETINGS.items()))
-        return Request(f"My name is {_word(rng)}. {greeting}", answer)
-    phrase = _phrase(rng)
-    return Request(rng.choice(("Say: {}", "Repeat after me: {}")).format(phrase), phrase)
+        return Request(f"My name is {word(rng)}. {greeting}", answer)
+    said = phrase(rng)
+    return Request(rng.choice(("Say: {}", "Repeat after me: {}")).format(said), said)
 
 
 _KINDS: tuple[Callable[[random.Random], Request], ...] = (_calculator, _text, _files)
