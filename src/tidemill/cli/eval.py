@@ -31,6 +31,7 @@ from tidemill.core.config import parse_config, read_environment, set_dotted
 from tidemill.core.errors import ConfigError, InputError
 from tidemill.core.files import write_json
 from tidemill.core.ids import new_id
+from tidemill.model.shipped import shipped_model, shipped_names
 
 if TYPE_CHECKING:
     from tidemill.train.config import RunConfig
@@ -63,7 +64,8 @@ class Wanted:
 
 def evaluate(
     target: Annotated[str, typer.Argument(help="Recipe (name or YAML file) or task (name or module:object).")] = "",
-    base: Annotated[Path | None, typer.Option(help="Folder of a base model, for our own engine.")] = None,
+    base: Annotated[Path | None, typer.Option(help="Folder of a base model, or one of the package, for our own "
+                                                   "engine.")] = None,
     adapter: Annotated[Path | None, typer.Option(help="Folder of an adapter on that base.")] = None,
     run: Annotated[Path | None, typer.Option(help="Folder of a training run: its base and newest adapter.")] = None,
     endpoint: Annotated[str, typer.Option(help="OpenAI-compatible endpoint, e.g. http://127.0.0.1:8000/v1.")] = "",
@@ -100,6 +102,8 @@ def evaluate(
         if base or adapter:
             raise InputError("--run names base and adapter: --base and --adapter do not fit", field="run")
         base, adapter = _run_folders(run)
+    if base is not None and not base.exists() and str(base) in shipped_names():
+        base = shipped_model(str(base))
     if bool(base) == bool(endpoint):
         raise InputError("say who answers: either --base (or --run) or --endpoint", field="base")
     if adapter and not base:

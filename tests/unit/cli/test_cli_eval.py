@@ -14,6 +14,7 @@ import pytest
 
 from tidemill.cli.main import main
 from tidemill.engine.random_model import write_random_model
+from tidemill.model import shipped
 
 TASK = """
 from tidemill.agent.task import Problem, Split, Task
@@ -201,3 +202,14 @@ def test_bad_input_is_one_line_and_code_2(args: tuple[str, ...], says: str, tmp_
     assert shown.startswith("error: ")
     assert says in shown
     assert len(shown.splitlines()) == 1
+
+
+def test_tools_that_need_no_sandbox_start_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(shipped, "_root", lambda: tmp_path)
+    monkeypatch.setenv("TIDEMILL_STATE", str(tmp_path / "state"))
+    write_random_model("toy", tmp_path / "pico")
+    options = ("toolbox", "--base", "pico", "--out", tmp_path / "out", "--max-tokens", 4)
+    assert call(*options, "--n", 2, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["n"] == 2
+    assert not (tmp_path / "state").exists()
