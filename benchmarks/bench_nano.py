@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from tidemill.train.pretrain.held_out import sample_nats
 from tidemill.train.pretrain.ngram import ByteNgram
 from tidemill.train.pretrain.recipe import Recipe, load_recipe
 from tidemill.train.pretrain.sources import FileSource, open_source
+from tidemill.train.samples import packed_batches
 
 TOKENS = int(os.environ.get("NANO_BENCH_TOKENS", "60000"))
 """Held-out tokens of each text."""
@@ -61,7 +63,7 @@ def text_bits(folder: Path, recipe: Recipe) -> dict[str, Any]:
             if tokens >= TOKENS:
                 break
             pieces = list(found.document.pieces(recipe.context))
-            nats = sample_nats(model, pieces, max_tokens=recipe.micro_batch_tokens,
+            nats = sample_nats(model, pieces, cut=partial(packed_batches, max_tokens=recipe.micro_batch_tokens),
                                end_id=codec.vocabulary.control.eos)
             ours.append(float(nats[1].sum()) / math.log(2))
             texts.append(text)

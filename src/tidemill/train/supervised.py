@@ -3,7 +3,7 @@ common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,20 +12,22 @@ from torch import nn
 from tidemill.model.balance import RouterBalance
 from tidemill.model.causal_lm import CausalLM
 from tidemill.parallel import Group
-from tidemill.train.samples import Sample, micro_batches
+from tidemill.train.samples import MicroBatch, Sample
+
+Cut = Callable[[Sequence[Sample]], Iterable[MicroBatch]]
+"""How a rank's samples become micro-batches."""
 
 
-def accumulate(model: CausalLM, balance: RouterBalance, samples: Sequence[Sample], group: Group, *,
-               max_tokens: int, stop: Callable[[], bool]) -> tuple[float, bool]:
+def accumulate(model: CausalLM, balance: RouterBalance, samples: Sequence[Sample], group: Group, *, cut: Cut,
+               stop: Callable[[], bool]) -> tuple[float, bool]:
     """Add to the gradients those of the mean cross-entropy over all chosen tokens of `samples`, of which this rank
-    computes its part; afterwards every rank holds the sum, and `balance` the scores of all. Micro-batches have at most
-    `max_tokens` padded tokens. Returns the loss, and whether any rank should stop; `stop` is asked after this rank's
-    part."""
+    computes its part; afterwards every rank holds the sum, and `balance` the scores of all. Returns the loss, and
+    whether any rank should stop; `stop` is asked after this rank's part."""
     total = sum(s.num_sampled for s in samples)
     loss = 0.0
-    for batch in micro_batches(part_of(samples, group), max_tokens=max_tokens):
+    for batch in cut(part_of(samples, group)):
         balance.mask = batch.real
-        logits = model(batch.ids, select=batch.select, observer=balance)
+        logits = model(batch.ids, cu_seqlens=batch.cu_seqlens, select=batch.select, observer=balance)
         part = F.cross_entropy(logits.float(), batch.targets, reduction="sum") / total
         part.backward()
         loss += float(part.detach())

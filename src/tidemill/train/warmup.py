@@ -120,7 +120,7 @@ def _step(model: CausalLM, optimizer: torch.optim.Optimizer, balance: RouterBala
     """One optimizer step of mean cross-entropy over all chosen tokens, of which this rank computes its part. Returns
     the loss, and whether any rank is `stopping`."""
     optimizer.zero_grad(set_to_none=True)
-    loss, stopping = accumulate(model, balance, samples, group, max_tokens=MICRO_BATCH_TOKENS, stop=lambda: stopping)
+    loss, stopping = accumulate(model, balance, samples, group, cut=_padded, stop=lambda: stopping)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=False)
     if math.isfinite(loss):
         optimizer.step()
@@ -152,6 +152,10 @@ def sampled_share(model: CausalLM, logs: Sequence[TokenLog], group: Group) -> fl
     return float(group.all_reduce(torch.tensor(total))) / len(logs)
 
 
+def _padded(samples: Sequence[Sample]) -> Iterator[MicroBatch]:
+    return micro_batches(samples, max_tokens=MICRO_BATCH_TOKENS)
+
+
 def _batches(logs: Sequence[TokenLog], group: Group) -> Iterator[MicroBatch]:
     """This rank's part of `logs`."""
-    return micro_batches(part_of([Sample.from_log(log, 0.0) for log in logs], group), max_tokens=MICRO_BATCH_TOKENS)
+    return _padded(part_of([Sample.from_log(log, 0.0) for log in logs], group))

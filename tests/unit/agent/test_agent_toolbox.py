@@ -1,4 +1,4 @@
-"""The three small tools, and the task that asks for them."""
+"""The three small tools, and the tasks that ask for them or for no tool at all."""
 
 from __future__ import annotations
 
@@ -108,3 +108,20 @@ def test_problems_are_pure_and_splits_apart() -> None:
     rng = random.Random(0)
     share = sum(not draw(rng).tool for _ in range(2000)) / 2000
     assert share == pytest.approx(WITHOUT_TOOL, abs=0.03)
+
+
+def test_echo_wants_the_phrase_and_nothing_else() -> None:
+    task = load_task("echo")
+    assert isinstance(task, Demonstrator)
+    phrases: set[str] = set()
+    for index in range(50):
+        problem = task.make(Split.TEST, index, 1)
+        (turn,) = task.demonstrate(problem)
+        phrases.add(turn.answer)
+        assert turn.answer in problem.messages[0]["content"]
+        assert task.grade(problem, Attempt(answer=turn.answer, complete=True)).correct  # type: ignore[union-attr]
+        for answer, complete in ((turn.answer + ".", True), (turn.answer, False)):
+            assert not task.grade(problem, Attempt(answer=answer, complete=complete)).correct  # type: ignore[union-attr]
+    assert len(phrases) > 40
+    trained = {task.make(Split.TRAIN, i, 1).answer for i in range(500)}
+    assert not trained & phrases

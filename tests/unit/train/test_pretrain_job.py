@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ from tidemill.train.pretrain.parameters import Optimizers, OptimizerSection
 from tidemill.train.pretrain.recipe import Recipe, load_recipe, recipe_names
 from tidemill.train.pretrain.sources import SourceSection, open_source
 from tidemill.train.run_dir import RunDir
-from tidemill.train.samples import Sample
-from tidemill.train.supervised import accumulate
+from tidemill.train.samples import Sample, micro_batches, packed_batches
+from tidemill.train.supervised import Cut, accumulate
 
 STEPS = 6
 RECIPE = """
@@ -248,11 +249,19 @@ def documents() -> list[Sample]:
     return [*text.pieces(48), *conversation_document(row, CODEC, where="here").pieces(48)]
 
 
-def gradients(model: CausalLM, samples: list[Sample], *, max_tokens: int,
+def packed(max_tokens: int) -> Cut:
+    return partial(packed_batches, max_tokens=max_tokens)
+
+
+def padded(max_tokens: int) -> Cut:
+    return partial(micro_batches, max_tokens=max_tokens)
+
+
+def gradients(model: CausalLM, samples: list[Sample], *, cut: Cut,
               group: Group | None = None) -> tuple[float, dict[str, Tensor]]:
     model.zero_grad(set_to_none=True)
     balance = RouterBalance(model)
-    loss, _ = accumulate(model, balance, samples, group or SoloGroup(), max_tokens=max_tokens, stop=lambda: False)
+    loss, _ = accumulate(model, balance, samples, group or SoloGroup(), cut=cut, stop=lambda: False)
     balance.apply()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     biases = {name: b.clone() for name, b in model.state_dict().items() if name.endswith("e_score_correction_bias")}
@@ -272,23 +281,23 @@ def close(one: tuple[float, dict[str, Tensor]], other: tuple[float, dict[str, Te
         assert error < 1e-6 or float((x - other[1][name]).abs().max()) < 1e-7, (name, error)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 100, 150])
-def test_loss_gradients_and_biases_do_not_depend_on_how_a_batch_is_cut_and_packed(max_tokens: int) -> None:
+@pytest.mark.parametrize("cut", [packed(1), packed(100), padded(10_000), padded(100)])
+def test_loss_gradients_and_biases_do_not_depend_on_how_a_batch_is_cut_and_packed(cut: Cut) -> None:
     samples = documents()
-    whole = gradients(fresh(), samples, max_tokens=10_000)
-    close(whole, gradients(fresh(), samples[::-1], max_tokens=max_tokens))
+    whole = gradients(fresh(), samples, cut=packed(10_000))
+    close(whole, gradients(fresh(), samples[::-1], cut=cut))
 
 
 def test_ranks_share_a_step_and_all_stop_when_one_wants_to(tmp_path: Path) -> None:
     samples = documents()
-    alone = gradients(fresh(), samples, max_tokens=10_000)
+    alone = gradients(fresh(), samples, cut=packed(10_000))
 
     def rank(number: int) -> tuple[tuple[float, dict[str, Tensor]], bool]:
         group = GlooGroup(tmp_path / "meeting", rank=number, size=2, meet_s=20, wait_s=20)
         try:
-            found = gradients(fresh(), samples, max_tokens=10_000, group=group)
+            found = gradients(fresh(), samples, cut=packed(10_000), group=group)
             model = fresh()
-            _, stopping = accumulate(model, RouterBalance(model), samples, group, max_tokens=10_000,
+            _, stopping = accumulate(model, RouterBalance(model), samples, group, cut=packed(10_000),
                                      stop=lambda: number == 1)
             return found, stopping
         finally:
@@ -309,7 +318,7 @@ def test_one_batch_can_be_learned_by_heart() -> None:
     loss = math.inf
     for _ in range(18):
         optimizers.zero_grad()
-        loss, _ = accumulate(model, balance, samples, SoloGroup(), max_tokens=10_000, stop=lambda: False)
+        loss, _ = accumulate(model, balance, samples, SoloGroup(), cut=packed(10_000), stop=lambda: False)
         optimizers.clip()
         optimizers.step(1.0)
         balance.apply()
@@ -322,7 +331,7 @@ def test_bits_per_byte_are_those_of_the_text(tmp_path: Path) -> None:
     section = SourceSection(name="a", licence="none", weight=1, text=(f"{tmp_path}/*.txt",))
     source = next(s for share in range(1, 100) if (s := held(section, share / 100)) is not None)
     model = fresh()
-    found = measure(model, source, context=32, max_tokens=10**6, micro_batch_tokens=100, end_id=TOKENIZER.control.eos,
+    found = measure(model, source, context=32, max_tokens=10**6, cut=packed(100), end_id=TOKENIZER.control.eos,
                     group=SoloGroup())
     nats, num_bytes = 0.0, 0
     with torch.no_grad():

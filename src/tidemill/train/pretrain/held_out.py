@@ -14,8 +14,8 @@ from torch import Tensor
 from tidemill.model.causal_lm import CausalLM
 from tidemill.parallel import Group
 from tidemill.train.pretrain.sources import Source
-from tidemill.train.samples import Sample, micro_batches
-from tidemill.train.supervised import part_of
+from tidemill.train.samples import Sample
+from tidemill.train.supervised import Cut, part_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +33,8 @@ class HeldOutLoss:
 
 
 @torch.no_grad()
-def measure(model: CausalLM, source: Source, *, context: int, max_tokens: int, micro_batch_tokens: int,
-            end_id: int, group: Group) -> HeldOutLoss:
+def measure(model: CausalLM, source: Source, *, context: int, max_tokens: int, cut: Cut, end_id: int,
+            group: Group) -> HeldOutLoss:
     """Loss of the source's first held-out documents, `max_tokens` tokens or one document more; every rank computes a
     part and gets the whole. `end_id` marks the end of a text and stands for no byte. A source with nothing held out
     has loss NaN."""
@@ -48,7 +48,7 @@ def measure(model: CausalLM, source: Source, *, context: int, max_tokens: int, m
         samples += pieces
         documents, num_bytes = documents + 1, num_bytes + found.num_bytes
         tokens += sum(len(piece.ids) for piece in pieces)
-    nats = sample_nats(model, part_of(samples, group), max_tokens=micro_batch_tokens, end_id=end_id)
+    nats = sample_nats(model, part_of(samples, group), cut=cut, end_id=end_id)
     summed = group.all_reduce(nats.sum(1))
     learned = sum(s.num_sampled for s in samples)
     bits = float(summed[1]) / math.log(2) / num_bytes if num_bytes else None
@@ -58,12 +58,13 @@ def measure(model: CausalLM, source: Source, *, context: int, max_tokens: int, m
 
 
 @torch.no_grad()
-def sample_nats(model: CausalLM, samples: Sequence[Sample], *, max_tokens: int, end_id: int) -> Tensor:
+def sample_nats(model: CausalLM, samples: Sequence[Sample], *, cut: Cut, end_id: int) -> Tensor:
     """Summed negative log-likelihood of each sample's learned tokens, [2, samples] fp64: of all, and of those that are
     not `end_id`."""
     total = torch.zeros(2, len(samples), dtype=torch.float64)
-    for batch in micro_batches(samples, max_tokens=max_tokens):
-        nats = F.cross_entropy(model(batch.ids, select=batch.select).float(), batch.targets, reduction="none")
+    for batch in cut(samples):
+        logits = model(batch.ids, cu_seqlens=batch.cu_seqlens, select=batch.select).float()
+        nats = F.cross_entropy(logits, batch.targets, reduction="none")
         both = torch.stack([nats, nats * (batch.targets != end_id)]).double()
         rows = torch.tensor(batch.samples)[batch.rows]
         total.index_add_(1, rows, both)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from tidemill.train.pretrain.sources import Source, open_source
 from tidemill.train.pretrain.vocabulary import trained_vocabulary
 from tidemill.train.ranks import Ranks, member
 from tidemill.train.run_dir import RunDir
+from tidemill.train.samples import packed_batches
 from tidemill.train.supervised import accumulate
 
 FOLDERS = ("checkpoints", "tensorboard")
@@ -206,6 +208,7 @@ class _Rank:
             self._model = BaseStore.open(initial_model(recipe)).model().requires_grad_(True)
         self._optimizers = Optimizers(self._model, recipe.optimizer)
         self._balance = RouterBalance(self._model)
+        self._cut = partial(packed_batches, max_tokens=recipe.micro_batch_tokens)
         self._kept = time.monotonic()
 
     def train(self, stop: Callable[[], bool]) -> tuple[CausalLM, list[HeldOutLoss]]:
@@ -230,8 +233,7 @@ class _Rank:
         self._model.set_fake_quant(quantised and self._model.config.text_config.quantize_experts)
         samples = self._mixture.batch(recipe.batch_tokens)
         self._optimizers.zero_grad()
-        loss, stopping = accumulate(self._model, self._balance, samples, self._group,
-                                    max_tokens=recipe.micro_batch_tokens, stop=stop)
+        loss, stopping = accumulate(self._model, self._balance, samples, self._group, cut=self._cut, stop=stop)
         norm = self._optimizers.clip()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise TrainError(f"step {step}: loss {loss}, gradient norm {norm}: not finite",
@@ -251,7 +253,7 @@ class _Rank:
         found: list[HeldOutLoss] = []
         for source in self._sources:
             result = measure(self._model, source, context=recipe.context, max_tokens=tokens, group=self._group,
-                             micro_batch_tokens=recipe.micro_batch_tokens, end_id=self._end)
+                             cut=self._cut, end_id=self._end)
             if result.documents:
                 found.append(result)
                 if self._metrics is not None:

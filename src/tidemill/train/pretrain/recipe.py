@@ -85,7 +85,7 @@ class Recipe:
     batch_tokens: int = 8192
     """Tokens of an optimizer step, all ranks together; up to a context more."""
     micro_batch_tokens: int = 4096
-    """Padded tokens of one forward and backward pass."""
+    """Tokens of one forward and backward pass."""
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     schedule: ScheduleSection
     held_out: HeldOutSection = field(default_factory=HeldOutSection)
