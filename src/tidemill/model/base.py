@@ -1,18 +1,20 @@
 """The base store: one folder of frozen weights, in Hugging Face layout, that engine and trainer both compute on.
 
-config.json, model.safetensors (experts packed as MXFP4, one tensor per expert), base-manifest.json (digest of every
-tensor, one digest for all). Written whole or not at all; opened read-only by mmap; every mismatch is named.
+config.json, model.safetensors or shards with an index (experts packed as MXFP4, usually one tensor per expert),
+base-manifest.json (digest of every tensor, one digest for all). Written whole or not at all; opened read-only by mmap;
+every mismatch is named.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tidemill.core.digests import digest_json
@@ -21,19 +23,24 @@ from tidemill.core.files import write_json
 from tidemill.core.manifest import TensorEntry
 from tidemill.kernels import mxfp4
 from tidemill.model.causal_lm import CausalLM
-from tidemill.model.config import ModelConfig, TextConfig
+from tidemill.model.checkpoint import Checkpoint
+from tidemill.model.config import ModelConfig
 from tidemill.model.inventory import inventory
-from tidemill.model.names import FileTensor, file_tensors, split_stacked
-from tidemill.model.tensor_bytes import TensorFile, stream_tensors, tensor_digest
+from tidemill.model.names import ExpertForm, FileTensor, in_storage_order
+from tidemill.model.shards import INDEX, MAX_SHARD_BYTES, WEIGHTS, plan_shards, write_index
+from tidemill.model.tensor_bytes import stream_tensors, tensor_digest
 
-WEIGHTS = "model.safetensors"
+__all__ = ["MANIFEST", "WEIGHTS", "BaseManifest", "BaseStore", "write_base", "write_base_tensors", "write_manifest"]
+
 MANIFEST = "base-manifest.json"
+_CONVERT = "Make a base of it with `tidemill model convert SRC DST`."
 _SCHEMA = "base-manifest/1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseManifest:
-    """What a base is. `base_digest` covers configuration and tensors, not file layout."""
+    """What a base is. `base_digest` covers configuration and tensors, not how they are spread over files. Tensors are
+    named as in the files, without `language_model.`."""
 
     config_digest: str
     tensors: tuple[TensorEntry, ...]
@@ -60,7 +67,7 @@ class BaseManifest:
             manifest = cls(config_digest=data["config_digest"], tensors=entries, base_digest=data["base_digest"])
             schema = data["schema"]
         except OSError as e:
-            raise ManifestError(f"cannot read {path}: {e.strerror}") from e
+            raise ManifestError(f"cannot read {path}: {e.strerror}", remedy=_CONVERT) from e
         except (ValueError, KeyError, TypeError) as e:
             raise ManifestError(f"{path} is malformed: {e!r}") from e
         if schema != _SCHEMA:
@@ -74,46 +81,51 @@ def _base_digest(config_digest: str, tensors: tuple[TensorEntry, ...]) -> str:
     return digest_json([_SCHEMA, config_digest, [dataclasses.asdict(t) for t in tensors]])
 
 
-def write_base(folder: Path, model: CausalLM) -> BaseManifest:
+def write_base(folder: Path, model: CausalLM, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> BaseManifest:
     """Store a model: experts are encoded to MXFP4 (unless its configuration says otherwise), everything else as it is.
 
     Creates `folder` if needed. Files are replaced one by one, the manifest last, so a cut-off write is detected by
-    `BaseStore.open`; on an error (disk full) no part of the failed file remains. Adapters attached to the model are
-    ignored.
+    `BaseStore.open`; on an error (disk full) no part of the failed file remains. Beside the model one packed stack of
+    experts is held. Adapters attached to the model are ignored.
     """
-    return write_base_tensors(folder, model.config, _file_tensors_of(model))
+    return write_base_tensors(folder, model.config, _file_tensors_of(model), max_shard_bytes=max_shard_bytes)
 
 
-def write_base_tensors(folder: Path, config: ModelConfig, tensors: Iterable[Tensor]) -> BaseManifest:
-    """`write_base` from tensors that come one by one, in the order of `storage_order`; one is held at a time."""
+def write_base_tensors(folder: Path, config: ModelConfig, tensors: Iterable[Tensor], *,
+                       max_shard_bytes: int = MAX_SHARD_BYTES) -> BaseManifest:
+    """`write_base` from tensors that come one by one, in the order of tidemill.model.names.storage_order; one is held
+    at a time."""
+    text = config.text_config
+    form = ExpertForm("per-expert", text.quantize_experts)
+    groups = [[t.plan for t in in_storage_order(spec, form)] for spec in inventory(text).values()]
+    shards = plan_shards(groups, max_shard_bytes)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / MANIFEST).unlink(missing_ok=True)
+    for name in (MANIFEST, INDEX):
+        (folder / name).unlink(missing_ok=True)
     config.write(folder)
-    listed = [(t.name, t.dtype, t.shape) for t in storage_order(config.text_config)]
-    manifest = BaseManifest.build(config, stream_tensors(folder / WEIGHTS, listed, tensors))
+    source = iter(tensors)
+    entries: list[TensorEntry] = []
+    for shard in shards:
+        entries += stream_tensors(folder / shard.name, shard.tensors, lambda _: (next(source),)).entries
+    write_index(folder, shards)
+    return write_manifest(folder, config, entries)
+
+
+def write_manifest(folder: Path, config: ModelConfig, entries: Iterable[TensorEntry]) -> BaseManifest:
+    """The last file of a base; with it the folder is one."""
+    manifest = BaseManifest.build(config, entries)
     write_json(folder / MANIFEST, manifest.to_json())
     return manifest
 
 
-def storage_order(config: TextConfig) -> list[FileTensor]:
-    """File tensors as they lie in the file: the parts of one expert stack side by side, so that they map back as one
-    view."""
-    order: list[FileTensor] = []
-    for spec in inventory(config).values():
-        parts = list(split_stacked(spec, quantized=config.quantize_experts))
-        order += sorted(parts, key=lambda t: t.part)
-    return order
-
-
 def _file_tensors_of(model: CausalLM) -> Iterator[Tensor]:
-    """The tensors of `storage_order`."""
-    config = model.config.text_config
-    state = model.state_dict()
-    for spec in inventory(config).values():
+    """The tensors of a model in storage order."""
+    quantized, state = model.config.text_config.quantize_experts, model.state_dict()
+    for spec in inventory(model.config.text_config).values():
         x = state[spec.name].detach()
         if not spec.is_expert:
             yield x
-        elif config.quantize_experts:
+        elif quantized:
             for stack in mxfp4.encode(x):
                 yield from stack
         else:
@@ -121,38 +133,32 @@ def _file_tensors_of(model: CausalLM) -> Iterator[Tensor]:
 
 
 class BaseStore:
-    """An opened base. All tensors are views of the mapped file and must not be written to."""
+    """An opened base. All tensors are views of the mapped files and must not be written to."""
 
-    def __init__(self, folder: Path, config: ModelConfig, manifest: BaseManifest, file: TensorFile) -> None:
-        self.folder, self.config, self.manifest = folder, config, manifest
-        self._file = file
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, manifest: BaseManifest) -> None:
+        self.folder, self.config, self.manifest = checkpoint.folder, config, manifest
+        self._checkpoint = checkpoint
         self._entries = {t.name: t for t in manifest.tensors}
-        self._parts: dict[str, list[FileTensor]] = {}
-        for part in file_tensors(config.text_config).values():
-            self._parts.setdefault(part.stacked, []).append(part)
+        self._parts = {name: checkpoint.parts(name) for name in checkpoint.specs}
 
     @classmethod
     def open(cls, folder: Path, *, verify: bool = True) -> BaseStore:
         """Open a folder; with `verify` hash every tensor. ConfigError, ManifestError or IntegrityError naming file
         and tensor if a file is missing, cut short or corrupt, or a tensor is missing, unexpected, mis-shaped or
-        changed."""
+        changed. A folder without our manifest is refused with the command that makes a base of it."""
         config = ModelConfig.read(folder)
         manifest = BaseManifest.read(folder / MANIFEST)
         if manifest.config_digest != config.digest:
             raise ManifestError(f"{folder / 'config.json'} is not the configuration that {MANIFEST} was made for")
-        file = TensorFile(folder / WEIGHTS)
-        expected = file_tensors(config.text_config)
-        _check_names(folder / WEIGHTS, file.names(), expected)
-        _check_names(folder / MANIFEST, [t.name for t in manifest.tensors], expected)
-        entries = {t.name: t for t in manifest.tensors}
-        for name, want in expected.items():
-            found = file.describe(name)
-            if found != (want.dtype, want.shape):
-                raise ManifestError(f"{folder / WEIGHTS}: {name} is {found[0]} {list(found[1])}, expected {want.dtype} "
-                                    f"{list(want.shape)}")
-            if (entries[name].dtype, entries[name].shape) != found:
-                raise ManifestError(f"{folder / MANIFEST}: {name} is listed with another dtype or shape than it has")
-        store = cls(folder, config, manifest, file)
+        checkpoint = Checkpoint.open(folder)
+        if checkpoint.config != config:
+            raise ManifestError(f"{folder / 'config.json'} and the weights disagree on whether experts are packed",
+                                remedy=_CONVERT)
+        odd = checkpoint.not_as_expected()
+        if odd:
+            raise ManifestError(f"{odd[0]} ({len(odd)} in all)", remedy=_CONVERT)
+        store = cls(checkpoint, config, manifest)
+        store._check_manifest()
         if verify:
             store.verify()
         return store
@@ -168,8 +174,9 @@ class BaseStore:
         for name in self._entries if names is None else names:
             if name not in self._entries:
                 raise ManifestError(f"{self.folder / MANIFEST} lists no tensor {name}")
-            if tensor_digest(self._file.tensor(name)) != self._entries[name].sha256:
-                raise IntegrityError(f"{self.folder / WEIGHTS}: the bytes of {name} are not what {MANIFEST} says")
+            file, _ = self._checkpoint.file(name)
+            if tensor_digest(self._view(name)) != self._entries[name].sha256:
+                raise IntegrityError(f"{file.path}: the bytes of {name} are not what {MANIFEST} says")
             count += 1
         return count
 
@@ -178,32 +185,30 @@ class BaseStore:
         return list(self._parts)
 
     def file_names(self) -> list[str]:
-        """Names in the file, as the manifest lists them."""
+        """Names of file tensors (without `language_model.`) as the manifest lists them, a vision tower's among them."""
         return list(self._entries)
 
     def tensor(self, name: str) -> Tensor:
         """One tensor by stacked name, as stored, a view of the file. ManifestError for packed experts: see `packed`."""
         parts = self._require(name)
-        if parts[0].expert is None:
-            return self._file.tensor(name)
-        if parts[0].part == "weight":
-            return self._file.stack([p.name for p in parts])
-        raise ManifestError(f"{name} is stored packed: ask for packed() or decoded()")
+        if parts[0].part != "weight":
+            raise ManifestError(f"{name} is stored packed: ask for packed() or decoded()")
+        return self._joined(parts)
 
     def packed(self, name: str) -> tuple[Tensor, Tensor]:
         """(packed u8 [E, out, in/2], scale u8 [E, out, in/32]) of a stack of experts; views of the file."""
         parts = self._require(name)
         if parts[0].part == "weight":
             raise ManifestError(f"{name} is not stored packed: ask for tensor()")
-        packed = self._file.stack([p.name for p in parts if p.part == "packed"])
-        return packed, self._file.stack([p.name for p in parts if p.part == "scale"])
+        return (self._joined([p for p in parts if p.part == "packed"]),
+                self._joined([p for p in parts if p.part == "scale"]))
 
     def decoded(self, name: str) -> Tensor:
         """One tensor by stacked name in the dtype to compute with: packed experts decoded (a new tensor), others as
         stored."""
-        if self._require(name)[0].part == "packed":
-            return mxfp4.decode(*self.packed(name), dtype=self.config.text_config.torch_dtype)
-        return self.tensor(name)
+        if self._require(name)[0].part == "weight":
+            return self.tensor(name)
+        return mxfp4.decode(*self.packed(name), dtype=self.config.text_config.torch_dtype)
 
     def state_dict(self) -> dict[str, Tensor]:
         """`decoded` of every name: what the engine and the trainer both compute on."""
@@ -211,23 +216,37 @@ class BaseStore:
 
     def model(self) -> CausalLM:
         """A trainable-form model holding copies of exactly these values, all frozen (attach an adapter to train)."""
-        model = CausalLM(self.config, initialise=False)
-        model.load_state_dict(self.state_dict(), strict=True)
-        return model.requires_grad_(False)
+        return self._checkpoint.model().requires_grad_(False)
+
+    def _check_manifest(self) -> None:
+        expected = {p.name: (p.dtype, p.shape) for parts in self._parts.values() for p in parts}
+        expected |= {name: (t.dtype, t.shape) for name, t in self._checkpoint.vision.items()}
+        path = self.folder / MANIFEST
+        for name in (*expected, *self._entries):
+            if name not in self._entries or name not in expected:
+                raise ManifestError(f"{path}: {name} is {'missing' if name in expected else 'unexpected'}")
+            entry = self._entries[name]
+            if (entry.dtype, entry.shape) != expected[name]:
+                raise ManifestError(f"{path}: {name} is listed with another dtype or shape than it has")
+        if len(self.manifest.tensors) != len(expected):
+            raise ManifestError(f"{path} lists {len(self.manifest.tensors)} tensors for {len(expected)} names: one is "
+                                "listed twice")
+
+    def _view(self, part: str) -> Tensor:
+        file, name = self._checkpoint.file(part)
+        return file.tensor(name)
+
+    def _joined(self, parts: list[FileTensor]) -> Tensor:
+        """The whole tensor of these parts: one view if they lie side by side in one file, a copy otherwise."""
+        if parts[0].expert is None:
+            return self._view(parts[0].name)
+        places = [self._checkpoint.file(p.name) for p in parts]
+        if any(file is not places[0][0] for file, _ in places):
+            return torch.stack([file.tensor(name) for file, name in places])
+        return places[0][0].stack([name for _, name in places])
 
     def _require(self, name: str) -> list[FileTensor]:
         try:
             return self._parts[name]
         except KeyError:
             raise ManifestError(f"this model has no tensor {name}") from None
-
-
-def _check_names(path: Path, found: list[str], expected: Mapping[str, FileTensor]) -> None:
-    missing = [name for name in expected if name not in set(found)]
-    if missing:
-        raise ManifestError(f"{path}: {missing[0]} is missing ({len(missing)} tensors in all)")
-    unexpected = [name for name in found if name not in expected]
-    if unexpected:
-        raise ManifestError(f"{path}: {unexpected[0]} is unexpected ({len(unexpected)} tensors in all)")
-    if len(found) != len(expected):
-        raise ManifestError(f"{path}: {len(found)} names for {len(expected)} tensors: a name is listed twice")
