@@ -254,8 +254,10 @@ class _Meter:
 
     def count(self, plan: TensorPlan, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
         for piece in pieces:
+            size = piece.numel() * piece.element_size()
             yield piece
-            self._advance(plan.name, piece.numel() * piece.element_size())
+            del piece  # see stream_tensors: not held while the next one is made
+            self._advance(plan.name, size)
 
     def skip(self, shard: Shard) -> None:
         self._advance(shard.name, shard.nbytes)

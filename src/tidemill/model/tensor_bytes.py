@@ -102,6 +102,7 @@ def stream_tensors(path: Path, plan: Sequence[TensorPlan],
                 for sink in (own.update, whole.update, f.write):
                     sink(data)
                 size += len(data)
+                del piece, data  # before the next one is made: two large tensors would be held otherwise
             assert size == t.nbytes, f"{t.name} is planned with {t.nbytes} bytes and got {size}"
             entries.append(TensorEntry(t.name, t.dtype, t.shape, size, f"{PREFIX}{own.hexdigest()}"))
     return WrittenFile(f"{PREFIX}{whole.hexdigest()}", len(raw) + sum(t.nbytes for t in plan), tuple(entries))
