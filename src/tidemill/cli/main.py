@@ -22,7 +22,7 @@ _VERBS: dict[str, tuple[str, str, str]] = {
     "rl": ("tidemill.cli.rl", "app", "Reinforcement learning runs: run, list, report."),
     "eval": ("tidemill.cli.eval", "evaluate", "Evaluate a task on our engine or any OpenAI-compatible endpoint."),
     "serve": ("tidemill.cli.serve", "serve", "Serve a model behind OpenAI's HTTP API."),
-    "model": ("tidemill.cli.model", "app", "Models: info, convert."),
+    "model": ("tidemill.cli.model", "app", "Models: info, convert, merge."),
     "chat": ("tidemill.cli.chat", "chat", "Talk to a served or local model."),
     "sandbox": ("tidemill.cli.sandbox", "app", "Sandboxes: setup, run, ls, rm, daemon."),
 }

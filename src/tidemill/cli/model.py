@@ -20,6 +20,7 @@ from tidemill.core.errors import InputError
 from tidemill.model.config import ModelConfig
 from tidemill.model.convert import Progress, Wanted, convert
 from tidemill.model.info import ModelInfo, describe, describe_folder, preset_licence
+from tidemill.model.peft_layouts import merge
 from tidemill.model.plan import GIB, RESERVE, MemoryPlan, gpus_needed, memory_plan
 from tidemill.model.presets import BY_VOCABULARY, PRESETS
 
@@ -76,6 +77,17 @@ def convert_command(
         manifest = convert(source, target, wanted, progress)
     print(f"{target}: {len(manifest.tensors):,} tensors, {sum(t.nbytes for t in manifest.tensors):,} bytes, "
           f"{manifest.base_digest}")
+
+
+@app.command(name="merge")
+def merge_command(
+    base: Annotated[Path, typer.Argument(help="Model folder with plain (not packed) experts.")],
+    adapter: Annotated[Path, typer.Argument(help="PEFT folder.")],
+    target: Annotated[Path, typer.Argument(help="New folder.")],
+) -> None:
+    """Merge a LoRA adapter into a bf16 or fp32 model."""
+    manifest = merge(base, adapter, target)
+    print(f"{target}: {len(manifest.tensors):,} tensors, {manifest.base_digest}")
 
 
 def _through_gguf(source: Path, target: Path, to: str, experts: str, layout: str, dtype: str) -> None:

@@ -93,13 +93,18 @@ def convert(source: Path, target: Path, wanted: Wanted, progress: Progress | Non
         else:
             meter.skip(shard)
         entries += done
-    for name in _COMPANIONS:
-        if (source / name).is_file():
-            write_atomic(target / name, (source / name).read_bytes())
+    copy_companions(source, target)
     config.write(target)
     write_index(target, shards)
     return write_manifest(target, config, (dataclasses.replace(e, name=e.name.removeprefix(TEXT_PREFIX))
                                            for e in entries))
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy what belongs to a model beside its weights: tokenizer files, generation settings, licence."""
+    for name in _COMPANIONS:
+        if (source / name).is_file():
+            write_atomic(target / name, (source / name).read_bytes())
 
 
 def _target(checkpoint: Checkpoint, wanted: Wanted) -> tuple[ModelConfig, ExpertForm]:

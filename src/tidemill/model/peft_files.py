@@ -19,7 +19,7 @@ from tidemill.model.tensor_bytes import TensorFile, write_tensors
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 MANIFEST = "adapter-manifest.json"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 
 _MODULES = {
     "attn_out": ("o_proj",),
@@ -35,14 +35,19 @@ def write_adapter(folder: Path, lora: LoraConfig, tensors: Mapping[str, Tensor],
     that lies there is removed first, so that a folder with a manifest is whole."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).unlink(missing_ok=True)
-    write_tensors(folder / WEIGHTS, ((_PREFIX + name, x) for name, x in tensors.items()))
+    write_tensors(folder / WEIGHTS, ((PREFIX + name, x) for name, x in tensors.items()))
+    own = {"tidemill": {"targets": list(lora.targets), "dtype": lora.dtype}}
+    write_json(folder / CONFIG, peft_config(lora) | own)
+    write_json(folder / MANIFEST, manifest.to_json())
+
+
+def peft_config(lora: LoraConfig) -> dict[str, Any]:
+    """The fields of adapter_config.json that PEFT needs."""
     modules = sorted({name for target in lora.targets for name in _MODULES[target]})
-    write_json(folder / CONFIG, {
+    return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0,
         "bias": "none", "target_modules": modules, "inference_mode": True,
-        "tidemill": {"targets": list(lora.targets), "dtype": lora.dtype},
-    })
-    write_json(folder / MANIFEST, manifest.to_json())
+    }
 
 
 def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor], AdapterManifest]:
@@ -54,7 +59,7 @@ def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor], AdapterMa
         raise ManifestError(f"{folder / CONFIG} is malformed: {e!r}") from e
     lora = parse_config(LoraConfig, fields, source=str(folder / CONFIG))
     file = TensorFile(folder / WEIGHTS)
-    tensors = {name.removeprefix(_PREFIX): file.tensor(name) for name in file.names()}
+    tensors = {name.removeprefix(PREFIX): file.tensor(name) for name in file.names()}
     verify_tensors(tensors, manifest)
     return lora, tensors, manifest
 
