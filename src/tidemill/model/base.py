@@ -85,8 +85,8 @@ def write_base(folder: Path, model: CausalLM, *, max_shard_bytes: int = MAX_SHAR
     """Store a model: experts are encoded to MXFP4 (unless its configuration says otherwise), everything else as it is.
 
     Creates `folder` if needed. Files are replaced one by one, the manifest last, so a cut-off write is detected by
-    `BaseStore.open`; on an error (disk full) no part of the failed file remains. Beside the model one packed stack of
-    experts is held. Adapters attached to the model are ignored.
+    `BaseStore.open`; on an error (disk full) no part of the failed file remains. Beside the model one packed expert
+    and the scales of its stack are held. Adapters attached to the model are ignored.
     """
     return write_base_tensors(folder, model.config, _file_tensors_of(model), max_shard_bytes=max_shard_bytes)
 
@@ -126,8 +126,12 @@ def _file_tensors_of(model: CausalLM) -> Iterator[Tensor]:
         if not spec.is_expert:
             yield x
         elif quantized:
-            for stack in mxfp4.encode(x):
-                yield from stack
+            scales: list[Tensor] = []
+            for expert in x:
+                packed, scale = mxfp4.encode(expert)
+                scales.append(scale)
+                yield packed
+            yield from scales
         else:
             yield from x
 

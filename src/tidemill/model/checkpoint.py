@@ -26,7 +26,7 @@ from tidemill.model.shards import open_shards
 from tidemill.model.tensor_bytes import TensorFile, TensorPlan
 
 _FLOATS = ("float32", "bfloat16", "float16")
-_CHUNK = 1 << 23
+_CHUNK = 1 << 20
 _NAN_SCALE = 255
 _SHOWN = 3
 _DAMAGED = "Copy the file again; if it stays, the model was damaged when it was packed."
