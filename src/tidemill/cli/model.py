@@ -61,12 +61,15 @@ def convert_command(
     layout: Annotated[str, typer.Option(help="per-expert, stacked, keep.")] = "keep",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16; weights are rounded to it. Default: as it is.")] = "",
     shard_bytes: Annotated[str, typer.Option(help="Largest weight file, e.g. 4GiB.")] = "5000000000",
+    tokenizer: Annotated[bool, typer.Option("--tokenizer/--no-tokenizer", help="Into and out of GGUF files.")] = True,
 ) -> None:
     """Make a model folder (with digests) or a GGUF file of a checkpoint. After a kill the same command goes on."""
     if to not in ("hf", "gguf"):
         raise InputError(f"--to {to!r}: expected hf or gguf", field="to")
+    if not source.exists():
+        raise InputError(f"{source} does not exist", field="source")
     if to == "gguf" or source.is_file():
-        _through_gguf(source, target, to, experts, layout, dtype)
+        _through_gguf(source, target, to, experts, layout, dtype, tokenizer)
         return
     size = parse_pool_bytes(shard_bytes)
     if not isinstance(size, int):
@@ -90,24 +93,27 @@ def merge_command(
     print(f"{target}: {len(manifest.tensors):,} tensors, {manifest.base_digest}")
 
 
-def _through_gguf(source: Path, target: Path, to: str, experts: str, layout: str, dtype: str) -> None:
+def _through_gguf(source: Path, target: Path, to: str, experts: str, layout: str, dtype: str,
+                  tokenizer: bool) -> None:
     from tidemill.model.gguf import export_gguf, import_gguf  # pyright: ignore[reportMissingImports]
 
     if layout != "keep":
         raise InputError(f"--layout {layout!r} means nothing for GGUF files", field="layout",
                          remedy="Convert the resulting folder once more.")
+    expert_kind: Any = None if experts == "keep" else experts
+    wanted_dtype: Any = dtype or None
     with _progress(f"converting {source}") as progress:
         if to == "gguf":
             if dtype:
                 raise InputError("--dtype means nothing with --to gguf", field="dtype",
                                  remedy="Convert to a folder of that dtype first.")
-            size = export_gguf(source, target, experts=None if experts == "keep" else experts, progress=progress)
+            size = export_gguf(source, target, experts=expert_kind, tokenizer=tokenizer, progress=progress)
             done = f"{target}: {size:,} bytes"
         else:
             if experts != "keep":
                 raise InputError(f"--experts {experts!r}: experts of a GGUF file are taken as they are",
                                  field="experts", remedy="Convert the resulting folder once more.")
-            manifest = import_gguf(source, target, dtype=dtype or None, progress=progress)
+            manifest = import_gguf(source, target, dtype=wanted_dtype, tokenizer=tokenizer, progress=progress)
             done = f"{target}: {len(manifest.tensors):,} tensors, {manifest.base_digest}"
     print(done)
 

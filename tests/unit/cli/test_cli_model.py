@@ -60,10 +60,12 @@ def test_convert(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["info", "nowhere"], "neither a preset"),
-    (["convert", "nowhere", "x"], "cannot read nowhere/config.json"),
+    (["convert", "nowhere", "x"], "nowhere does not exist"),
     (["convert", "a", "b", "--to", "onnx"], "expected hf or gguf"),
-    (["convert", "a", "b", "--experts", "int4"], "expected mxfp4"),
-    (["convert", "a", "b", "--shard-bytes", "auto"], "expected bytes"),
+    (["convert", ".", "b", "--experts", "int4"], "expected mxfp4"),
+    (["convert", ".", "b", "--shard-bytes", "auto"], "expected bytes"),
+    (["convert", ".", "b"], "cannot read config.json"),
+    (["merge", ".", "a", "b"], "cannot read config.json"),
 ])
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path,
                                                monkeypatch: pytest.MonkeyPatch,
