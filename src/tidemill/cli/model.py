@@ -95,7 +95,7 @@ def merge_command(
 
 def _through_gguf(source: Path, target: Path, to: str, experts: str, layout: str, dtype: str,
                   tokenizer: bool) -> None:
-    from tidemill.model.gguf import export_gguf, import_gguf  # pyright: ignore[reportMissingImports]
+    from tidemill.model.gguf import export_gguf, import_gguf
 
     if layout != "keep":
         raise InputError(f"--layout {layout!r} means nothing for GGUF files", field="layout",

@@ -8,6 +8,7 @@ every mismatch is named.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ def write_base(folder: Path, model: CausalLM, *, max_shard_bytes: int = MAX_SHAR
 def write_base_tensors(folder: Path, config: ModelConfig, tensors: Iterable[Tensor], *,
                        max_shard_bytes: int = MAX_SHARD_BYTES) -> BaseManifest:
     """`write_base` from tensors that come one by one, in the order of tidemill.model.names.storage_order; one is held
-    at a time."""
+    at a time. AssertionError if there are more or fewer than the model has."""
     text = config.text_config
     form = ExpertForm("per-expert", text.quantize_experts)
     groups = [[t.plan for t in in_storage_order(spec, form)] for spec in inventory(text).values()]
@@ -106,7 +107,8 @@ def write_base_tensors(folder: Path, config: ModelConfig, tensors: Iterable[Tens
     source = iter(tensors)
     entries: list[TensorEntry] = []
     for shard in shards:
-        entries += stream_tensors(folder / shard.name, shard.tensors, lambda _: (next(source),)).entries
+        entries += stream_tensors(folder / shard.name, shard.tensors, lambda _: itertools.islice(source, 1)).entries
+    assert next(source, None) is None, "more tensors than the model has"
     write_index(folder, shards)
     return write_manifest(folder, config, entries)
 

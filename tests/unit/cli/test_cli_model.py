@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tidemill.cli.main import main
 from tidemill.engine.random_model import write_random_model
@@ -56,6 +57,14 @@ def test_convert(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert store.digest in capsys.readouterr().out
     assert len(list((tmp_path / "a").glob("model-*.safetensors"))) > 3
     assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+
+
+def test_gguf_and_back(folder: Path, tmp_path: Path) -> None:
+    run("convert", str(folder), str(tmp_path / "a.gguf"), "--to", "gguf", "--no-tokenizer")
+    run("convert", str(tmp_path / "a.gguf"), str(tmp_path / "back"))
+    before, after = BaseStore.open(folder), BaseStore.open(tmp_path / "back")
+    name = "model.layers.1.block_sparse_moe.experts.w1"
+    assert all(torch.equal(a, b) for a, b in zip(before.packed(name), after.packed(name), strict=True))
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

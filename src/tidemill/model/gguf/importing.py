@@ -58,7 +58,7 @@ class _Values:
     progress: Progress | None
 
     def tensors(self) -> Iterator[Tensor]:
-        """In the order of tidemill.model.base.storage_order."""
+        """In the order of tidemill.model.names.storage_order."""
         c = self.config.text_config
         by_source = mapped_by_source(c)
         specs = list(inventory(c).values())
