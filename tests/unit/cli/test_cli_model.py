@@ -27,9 +27,9 @@ def run(*arguments: str) -> None:
 
 
 def test_info_of_a_preset(capsys: pytest.CaptureFixture[str]) -> None:
-    run("info", "nano")
+    run("info", "mini")
     out = capsys.readouterr().out
-    assert "5,624,112" in out
+    assert "32,199,456" in out
     assert "Apache-2.0" in out
     assert "GiB" not in out
 
