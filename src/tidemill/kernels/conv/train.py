@@ -102,3 +102,16 @@ def short_conv_train(x: Tensor, w: Tensor, state: Tensor | None = None, *,
     else:
         padded = torch.cat([state.to(xf.dtype), xf], dim=1)
     return _ShortConv.apply(padded, taps).to(x.dtype)
+
+
+def halo(x: Tensor, before: Tensor | None = None) -> Tensor:
+    """The last three inputs [B, 3, C] up to the end of the segment x[B, T, C]: the `state` of the segment after it.
+
+    before[B, 3, C] are the inputs before x (None: zeros); they matter when x has fewer than three tokens.
+    """
+    kept = WIDTH - 1
+    if x.shape[1] >= kept:
+        return x[:, -kept:]
+    if before is None:
+        return F.pad(x, (0, 0, kept - x.shape[1], 0))
+    return torch.cat([before, x], dim=1)[:, -kept:]

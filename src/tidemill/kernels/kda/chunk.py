@@ -110,10 +110,10 @@ class _Group:
         self.q, self.k, self.v, g, self.beta = (self.take(x) for x in (q, k, v, g, beta.unsqueeze(-1)))
         G = g.cumsum(1)
         self.eG = G.exp()
-        self.to_end = (G[:, -1:] - G).exp_()
         self.last = self.eG[:, -1, :, None]
-        self.ratios: Ratios = (Pairwise(self.q, self.k, G) if lower_bound is None
+        self.ratios: Ratios = (Pairwise(self.q, self.k, g) if lower_bound is None
                                else Factored(self.q, self.k, G, lower_bound))
+        self.to_end = self.ratios.to_end
         products = self.ratios.products()
         self.A, self.N = products[:, : self.size].tril(-1), products[:, self.size :].tril()
         self.R = unit_lower_inverse(self.A * self.beta)

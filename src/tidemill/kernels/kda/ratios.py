@@ -9,14 +9,19 @@ stands whatever the products left there.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 class Ratios(Protocol):
-    """q, k, G[m, C, K] of m chunks."""
+    """q, k, g[m, C, K] of m chunks; G is the cumulative sum of g."""
+
+    to_end: Tensor
+    """exp(G_C − G_i), [m, C, K]."""
 
     def products(self) -> Tensor:
         """[m, 2C, C]: A above N."""
@@ -37,6 +42,7 @@ class Factored:
     """
 
     def __init__(self, q: Tensor, k: Tensor, G: Tensor, lower_bound: float) -> None:
+        self.to_end = (G[:, -1:] - G).exp_()
         offset = G - G[:, :1]
         centre = 2.0 ** round(-0.5 * (G.shape[1] - 1) * lower_bound / math.log(2.0))
         self._up = offset.exp().mul_(centre)
@@ -55,28 +61,36 @@ class Factored:
 
 class Pairwise:
     """Unbounded decay: ratios pair by pair, one row of the chunk at a time, so that no more than C · K numbers a chunk
-    exist at once. Every ratio is at most 1, whatever the decay."""
+    exist at once. Every ratio is at most 1, whatever the decay.
 
-    def __init__(self, q: Tensor, k: Tensor, G: Tensor) -> None:
-        self._both, self._k, self._G = torch.stack([k, q], dim=2), k, G
+    The log decay between two rows is summed between them: the difference of two cumulative sums would lose the digits
+    of a weak decay behind a strong one.
+    """
 
-    def _ratio(self, i: int) -> Tensor:
-        return (self._G[:, i : i + 1] - self._G[:, : i + 1]).clamp_max_(0.0).exp_()
+    def __init__(self, q: Tensor, k: Tensor, g: Tensor) -> None:
+        self._both, self._k, self._g = torch.stack([k, q], dim=2), k, g
+        self.to_end = F.pad(g[:, 1:], (0, 0, 0, 1)).flip(1).cumsum(1).flip(1).exp_()
+
+    def _ratios(self) -> Iterator[Tensor]:
+        """exp(G_i − G_j) for j <= i, [m, i + 1, K], row after row."""
+        between = torch.zeros_like(self._g)
+        for i in range(self._g.shape[1]):
+            between[:, :i] += self._g[:, i : i + 1]
+            yield between[:, : i + 1].exp()
 
     def products(self) -> Tensor:
         m, size, _ = self._k.shape
         out = self._k.new_zeros((m, 2, size, size))
-        for i in range(size):
-            decayed = self._ratio(i).mul_(self._k[:, : i + 1])
-            out[:, :, i, : i + 1] = torch.bmm(self._both[:, i], decayed.transpose(1, 2))
+        for i, ratio in enumerate(self._ratios()):
+            out[:, :, i, : i + 1] = torch.bmm(self._both[:, i], ratio.mul_(self._k[:, : i + 1]).transpose(1, 2))
         return out.view(m, 2 * size, size)
 
     def backward(self, d: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         m, size, _ = self._k.shape
         d = d.view(m, 2, size, size)
         drows, dcolumns = torch.empty_like(self._both), torch.zeros_like(self._k)
-        for i in range(size):
-            ratio, di = self._ratio(i), d[:, :, i, : i + 1]
+        for i, ratio in enumerate(self._ratios()):
+            di = d[:, :, i, : i + 1]
             drows[:, i] = torch.bmm(di, ratio * self._k[:, : i + 1])
             dcolumns[:, : i + 1].add_(torch.bmm(di.transpose(1, 2), self._both[:, i]).mul_(ratio))
         return drows[:, :, 0], drows[:, :, 1], dcolumns
