@@ -85,7 +85,7 @@ def test_demonstrations_and_drills_stay_in_budget(stage: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "options", "message"), [
-    ("nosuch", {}, "neither one of gym, ledger"),
+    ("nosuch", {}, "neither one of echo, gym, ledger"),
     ("nosuch:Thing", {}, "cannot be imported"),
     ("tidemill.agent.task:Nothing", {}, "has no Nothing"),
     ("tidemill.agent.tool:Bench", {}, "options"),

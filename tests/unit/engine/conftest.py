@@ -43,6 +43,8 @@ def spread(model: CausalLM, seed: int) -> CausalLM:
             elif name.endswith("embed_tokens.weight"):
                 std = 1.0
             x.copy_(torch.randn(x.shape, generator=generator) * std + mean)
+            if name.endswith("A_log"):
+                x.view(-1)[model.config.text_config.linear_attn_config.num_heads :] = 0.0  # padding
     return model
 
 

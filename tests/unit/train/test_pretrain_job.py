@@ -56,7 +56,7 @@ schedule: {{steps: {steps}, warmup: 0.4}}
 held_out: {{share: 0.2, every: 3, tokens: 200, last_tokens: 400}}
 mxfp4_from: 0.5
 data:
-  - {{name: text, licence: PSF-2.0, weight: 2, text: ["{{stdlib}}/argparse.py", "{{stdlib}}/shutil.py"]}}
+  - {{name: text, licence: PSF-2.0, weight: 2, text: ["{{stdlib}}/argparse.py", "{{stdlib}}/asyncio/*.py"]}}
   - {{name: toolbox, licence: generated, weight: 1, task: {{name: toolbox}}}}
 """
 
@@ -477,6 +477,7 @@ def test_the_command_refuses(arguments: list[str], told: str, tmp_path: Path) ->
 
 def test_ctrl_c_ends_the_command_within_a_step(begun: RunDir, tmp_path: Path) -> None:
     run = copied(begun, tmp_path)
+    before = signal.getsignal(signal.SIGINT)
     config = run.path / "config.resolved.yaml"
     config.write_text(config.read_text().replace(f"steps: {STEPS}", "steps: 9999"))
 
@@ -495,7 +496,7 @@ def test_ctrl_c_ends_the_command_within_a_step(begun: RunDir, tmp_path: Path) ->
     assert rows[-1]["event"] == "stop"
     assert rows[-1]["step"] == last
     assert (run.checkpoints / f"step{last:05d}").is_dir()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def wait_for(ready: Callable[[], bool], *, timeout_s: float = 60.0) -> None:
