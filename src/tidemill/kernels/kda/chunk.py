@@ -89,7 +89,7 @@ class _Chunk(torch.autograd.Function):
         outs = [_Scatter(x) for x in (q, k, v, g, beta)]
         for index in reversed(range(len(kept))):
             group = _Group(q, k, v, g, beta, blocks, index * GROUP, ctx.lower_bound)
-            group.forward(kept[index].clone(), keep=True)
+            group.replay(kept[index])
             for out, gradient in zip(outs, group.backward(group.take(dout), dS), strict=True):
                 out.put(gradient, group.rows, group.spare)
         return *(out.result() for out in outs), _by_document(dS, dstate, blocks), None, None
@@ -119,7 +119,7 @@ class _Group:
         self.R = unit_lower_inverse(self.A * self.beta)
         self.reads = torch.cat([self.eG * self.k, self.eG * self.q], dim=1)
         self.writes = self.to_end * self.k
-        self.states: Tensor
+        self.X = self.R * self.beta.transpose(1, 2)
 
     def take(self, x: Tensor) -> Tensor:
         """x[B, T, H, D] as chunks [m, C, D], zero where a chunk has no token."""
@@ -128,25 +128,37 @@ class _Group:
             flat[self.spare] = 0.0
         return flat.view(-1, self.size, x.shape[-1])
 
-    def forward(self, S: Tensor, *, keep: bool = False) -> Tensor:
-        """Output [m, C, V] of the group from the states S[>= widest, K, V], which are moved on in place. `keep` leaves
-        what backward needs, among it the state before each chunk."""
-        m, V = self.v.shape[0], self.v.shape[2]
-        seen, tilde = S.new_empty((m, 2 * self.size, V)), S.new_empty((m, self.size, V))
-        X, writes = self.R * self.beta.transpose(1, 2), self.writes.transpose(1, 2)
-        if keep:
-            self.states = S.new_empty((m, *S.shape[1:]))
+    def forward(self, S: Tensor) -> Tensor:
+        """Output [m, C, V] of the group from the states S[>= widest, K, V], which are moved on in place."""
+        seen, tilde = self._buffers()
         for step in self.steps:
-            state = S[: step.stop - step.start]
-            if keep:
-                self.states[step] = state
-            torch.bmm(self.reads[step], state, out=seen[step])
-            missing = self.v[step] - seen[step, : self.size]
-            torch.bmm(X[step], missing, out=tilde[step])
-            state.mul_(self.last[step]).baddbmm_(writes[step], tilde[step])
-        if keep:
-            self.seen, self.tilde = seen, tilde
+            self._meet(step, S[: step.stop - step.start], seen, tilde)
+            S[: step.stop - step.start].mul_(self.last[step]).baddbmm_(self.writes[step].transpose(1, 2), tilde[step])
         return torch.baddbmm(seen[:, self.size :], self.N, tilde)
+
+    def replay(self, S: Tensor) -> None:
+        """The walk of `forward` again, without its output: leaves the state before each chunk and what v met there."""
+        self.missing, self.tilde = self._buffers()
+        self.states = S.new_empty((self.v.shape[0], *S.shape[1:]))
+        self.states[self.steps[0]] = S
+        for index, step in enumerate(self.steps):
+            self._meet(step, self.states[step], self.missing, self.tilde)
+            if index + 1 < len(self.steps):
+                after = self.steps[index + 1]
+                stay = slice(step.start, step.start + after.stop - after.start)
+                torch.mul(self.states[stay], self.last[stay], out=self.states[after])
+                self.states[after].baddbmm_(self.writes[stay].transpose(1, 2), self.tilde[stay])
+
+    def _buffers(self) -> tuple[Tensor, Tensor]:
+        m, C, V = self.v.shape
+        return self.v.new_empty((m, 2 * C, V)), self.v.new_empty((m, C, V))
+
+    def _meet(self, step: slice, state: Tensor, seen: Tensor, tilde: Tensor) -> None:
+        """Write D = v − (exp(G) k) S above (exp(G) q) S into seen[step], and Ṽ into tilde[step]."""
+        torch.bmm(self.reads[step], state, out=seen[step])
+        missing = seen[step, : self.size]
+        torch.sub(self.v[step], missing, out=missing)
+        torch.bmm(self.X[step], missing, out=tilde[step])
 
     def backward(self, dout: Tensor, dS: Tensor) -> tuple[Tensor, ...]:
         """Gradients of q, k, v, g [m, C, ·] and beta [m, C, 1] from dout[m, C, V] and dS[>= widest, K, V], the gradient
@@ -154,21 +166,19 @@ class _Group:
         C, beta = self.size, self.beta
         # E = Rᵀ dṼ. Walked backwards: dṼ = Nᵀ dO + (exp(G_C − G) k) dS',
         # dS = Diag(exp G_C) dS' + (exp(G) q)ᵀ dO − (exp(G) k)ᵀ Diag(beta) E.
-        both = torch.cat([torch.empty_like(dout), dout], dim=1)
-        into_v = torch.bmm(self.N.transpose(1, 2), dout)
+        E, dV = torch.empty_like(dout), torch.bmm(self.N.transpose(1, 2), dout)
         R, dstates = self.R.transpose(1, 2), torch.empty_like(self.states)
         reads = torch.cat([self.reads[:, :C] * beta.neg(), self.reads[:, C:]], dim=1).transpose(1, 2)
         for step in reversed(self.steps):
             d = dS[: step.stop - step.start]
             dstates[step] = d
-            into_v[step].baddbmm_(self.writes[step], d)
-            torch.bmm(R[step], into_v[step], out=both[step, :C])
-            d.mul_(self.last[step]).baddbmm_(reads[step], both[step])
-        E = both[:, :C]
+            torch.bmm(R[step], dV[step].baddbmm_(self.writes[step], d), out=E[step])
+            d.mul_(self.last[step]).baddbmm_(reads[step], torch.cat([E[step], dout[step]], dim=1))
+        both = torch.cat([E, dout], dim=1)
         # dM = −E Ṽᵀ and dbeta = Σ E ∘ D + Σ_j dM ∘ A: no product with the inverse is left.
         dpairs = torch.bmm(both, self.tilde.transpose(1, 2))
         dM, dN = dpairs[:, :C].tril(-1).neg_(), dpairs[:, C:].tril()
-        dbeta = (E * (self.v - self.seen[:, :C])).sum(-1, keepdim=True).add_((dM * self.A).sum(-1, keepdim=True))
+        dbeta = (E * self.missing[:, :C]).sum(-1, keepdim=True).add_((dM * self.A).sum(-1, keepdim=True))
         row_k, row_q, column_k = self.ratios.backward(torch.cat([dM * beta, dN], dim=1))
         dreads = torch.bmm(both, self.states.transpose(1, 2))
         dq = row_q.addcmul_(dreads[:, C:], self.eG)
@@ -178,7 +188,7 @@ class _Group:
         dG = (self.q * dq).addcmul_(self.k, row_k - column_k)
         decay = (dstates.mul_(self.states).sum(-1)).mul_(self.last.squeeze(-1))
         dG[:, -1] += decay.add_((dwrites * self.k).sum(1))
-        return dq, row_k.add_(column_k), E * beta, dG.flip(1).cumsum(1).flip(1), dbeta
+        return dq, row_k.add_(column_k), E * beta, torch.matmul(torch.ones(C, C, dtype=dG.dtype).triu(), dG), dbeta
 
 
 class _Scatter:
