@@ -29,8 +29,7 @@ class Plain(nn.Module):
     def forward(self, input_ids, **_):
         return self.whole[0](input_ids)
 
-    def prepare_inputs_for_generation(self):
-        raise NotImplementedError
+    prepare_inputs_for_generation = None  # PEFT looks for it; nothing is generated
 
 
 def load(folder):

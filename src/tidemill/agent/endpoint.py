@@ -22,7 +22,7 @@ from tidemill.agent.loan import BenchLoan
 from tidemill.agent.pool import SandboxPool
 from tidemill.agent.task import Attempt, Message, Problem, Task
 from tidemill.agent.tool import Tool, ToolCall, ToolLimits, declaration, invoke, refusal
-from tidemill.core.config import require
+from tidemill.core.config import require, require_positive
 from tidemill.core.errors import EngineError, InputError, TidemillError
 from tidemill.core.outcomes import Outcome
 from tidemill.core.token_log import TokenLog
@@ -48,8 +48,7 @@ class EndpointConfig:
         ok = self.base_url.startswith(("http://", "https://"))
         require(ok, field="endpoint", value=self.base_url, expected="a URL like http://127.0.0.1:8000/v1")
         require(bool(self.model), field="model", value=self.model, expected="the endpoint's name of the model")
-        for name in ("max_tokens", "max_turns", "timeout_s"):
-            require(getattr(self, name) > 0, field=name, value=getattr(self, name), expected="a number above 0")
+        require_positive(self, "max_tokens", "max_turns", "timeout_s")
 
 
 class Endpoint:

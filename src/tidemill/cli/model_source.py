@@ -12,17 +12,15 @@ from pathlib import Path
 from tidemill.core.errors import InputError
 from tidemill.engine.random_model import write_random_model
 from tidemill.model.presets import BY_VOCABULARY
-from tidemill.model.shipped import shipped_model, shipped_names
+from tidemill.model.shipped import find_model, shipped_names
 
 
 @contextmanager
 def model_folder(model: str, *, random_init: bool) -> Iterator[Path]:
     """The folder of `model`; a random one lives as long as the context. Raises InputError saying what would work."""
     if not random_init:
-        folder = Path(model)
-        if not (folder / "config.json").is_file() and model in shipped_names():
-            folder = shipped_model(model)
-        if not (folder / "config.json").is_file():
+        folder = find_model(model)
+        if folder is None:
             hint = f"{model!r} is a preset without trained weights: add --random-init to try it with random ones." \
                 if model in BY_VOCABULARY else "Give the folder of a model (config.json, model.safetensors, " \
                 f"tokenizer.json), a model of the package ({', '.join(shipped_names()) or 'none here'}), " \

@@ -52,12 +52,7 @@ def pretrain(recipe: RecipeName = "", seed: Seed = None, overrides: Overrides = 
              runs_dir: RunsDir = Path("runs/train"), resume: Resume = "", branch: Branch = "",
              limit: For = "", dry_run: DryRun = False, as_json: AsJson = False) -> None:
     """Train a new model on local data."""
-    seconds = _seconds(limit) if limit else None
-    run, of = _opened("pretrain", recipe, seed, overrides or [], runs_dir, resume, branch, dry_run=dry_run)
-    if run is None:
-        _dry_run(of, as_json=as_json)
-    else:
-        _execute(of, run, seconds, as_json=as_json)
+    _train("pretrain", recipe, seed, overrides or [], runs_dir, resume, branch, limit, dry_run=dry_run, as_json=as_json)
 
 
 @app.command("sft")
@@ -65,12 +60,7 @@ def sft(recipe: RecipeName = "", seed: Seed = None, overrides: Overrides = None,
         runs_dir: RunsDir = Path("runs/train"), resume: Resume = "", branch: Branch = "",
         limit: For = "", dry_run: DryRun = False, as_json: AsJson = False) -> None:
     """Fine-tune a model on conversations; only what the assistant writes is learned."""
-    seconds = _seconds(limit) if limit else None
-    run, of = _opened("sft", recipe, seed, overrides or [], runs_dir, resume, branch, dry_run=dry_run)
-    if run is None:
-        _dry_run(of, as_json=as_json)
-    else:
-        _execute(of, run, seconds, as_json=as_json)
+    _train("sft", recipe, seed, overrides or [], runs_dir, resume, branch, limit, dry_run=dry_run, as_json=as_json)
 
 
 @app.command("list")
@@ -84,6 +74,17 @@ def list_recipes(as_json: AsJson = False) -> None:
         return
     for r in recipes:
         print(f"{r.name}  ({r.kind}, {r.schedule.steps} steps)\n    {' '.join(r.about.split())}")
+
+
+def _train(kind: Kind, name: str, seed: int | None, overrides: list[str], runs_dir: Path, resume: str, branch: str,
+           limit: str, *, dry_run: bool, as_json: bool) -> None:
+    """What both kinds of training are told and do."""
+    seconds = _seconds(limit) if limit else None
+    run, recipe = _opened(kind, name, seed, overrides, runs_dir, resume, branch, dry_run=dry_run)
+    if run is None:
+        _dry_run(recipe, as_json=as_json)
+    else:
+        _execute(recipe, run, seconds, as_json=as_json)
 
 
 def _opened(kind: Kind, name: str, seed: int | None, overrides: list[str], runs_dir: Path, resume: str, branch: str, *,

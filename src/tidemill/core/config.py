@@ -84,6 +84,13 @@ def require(condition: bool, *, field: str, value: object, expected: str) -> Non
         raise ConfigError(f"{field} = {_short(value)}: expected {expected}", field=field)
 
 
+def require_positive(owner: object, *names: str, prefix: str = "") -> None:
+    """`require` each of these fields of `owner` to be a number above 0. Errors name them behind `prefix`."""
+    for name in names:
+        value = getattr(owner, name)
+        require(value > 0, field=prefix + name, value=value, expected="a number above 0")
+
+
 def _short(value: object, limit: int = 120) -> str:
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"

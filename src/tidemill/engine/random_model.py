@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from tidemill.core.errors import InputError
@@ -17,9 +16,6 @@ def write_random_model(preset: str, folder: Path, *, seed: int = 0) -> None:
     if preset not in BY_VOCABULARY:
         raise InputError(f"no preset {preset!r}: expected {', '.join(BY_VOCABULARY)}", field="model")
     tokenizer = build_tokenizer()
-    control = tokenizer.control
-    config = BY_VOCABULARY[preset](tokenizer.size)
-    config = replace(config, text_config=replace(config.text_config, bos_token_id=control.bos,
-                                                 eos_token_id=control.end_of_msg, pad_token_id=control.pad))
+    config = BY_VOCABULARY[preset](tokenizer.size).with_control(tokenizer.control)
     write_base(folder, CausalLM(config, seed=seed))
     tokenizer.save(folder)

@@ -216,9 +216,7 @@ class Checkpoint:
                 spec = vision.get(name)
                 problem = spec is not None and (place.shape != spec.shape or place.dtype not in _FLOATS)
             if problem:
-                want = expected.get(name) or vision[name]
-                wrong.append(f"{place.file.path}: {place.name} is {place.dtype} {list(place.shape)}, expected "
-                             f"{want.dtype} {list(want.shape)}")
+                wrong.append(_difference(expected.get(name) or vision[name], place))
         complaints = [*_complain(f"{self.folder}: ", missing, " is missing")]
         if unexpected:
             first = self._places[unexpected[0]].file.path
@@ -259,7 +257,8 @@ def _forms(folder: Path, config: ModelConfig, specs: dict[str, TensorSpec],
     return {spec.name: seen.get(spec.name, (usual, ""))[0] for spec in specs.values() if spec.is_expert}
 
 
-def _difference(want: FileTensor, place: _Place) -> str:
+def _difference(want: FileTensor | TensorSpec, place: _Place) -> str:
+    """How a stored tensor differs from what is expected; empty if it does not."""
     if (place.dtype, place.shape) == (want.dtype, want.shape):
         return ""
     return (f"{place.file.path}: {place.name} is {place.dtype} {list(place.shape)}, expected {want.dtype} "

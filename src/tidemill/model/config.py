@@ -11,15 +11,18 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from tidemill.core.config import parse_config, require, strict_config
+from tidemill.core.config import parse_config, replace, require, require_positive, strict_config
 from tidemill.core.digests import digest_json
 from tidemill.core.errors import ConfigError
 from tidemill.core.files import write_json
 from tidemill.kernels.situ import GluAct
+
+if TYPE_CHECKING:
+    from tidemill.model.chat.control import ControlIds
 
 Family = Literal["kimi_k3", "kimi_linear"]
 ACTIVATIONS = ("situ", "silu")
@@ -87,8 +90,7 @@ class LinearAttnConfig:
     max(num_heads, head_dim) for the bounded decay (K3: 96 heads, 128 entries) and num_heads otherwise."""
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "head_dim"):
-            _positive(f"linear_attn_config.{name}", getattr(self, name))
+        require_positive(self, "num_heads", "head_dim", prefix="linear_attn_config.")
         require(self.short_conv_kernel_size == 4, field="linear_attn_config.short_conv_kernel_size",
                 value=self.short_conv_kernel_size, expected="4, the only width implemented")
         bound = self.gate_lower_bound
@@ -171,16 +173,13 @@ class TextConfig:
     """Routed experts are stored as MXFP4 (config.json: `quantization_config` is present)."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                     "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_experts",
-                     "num_experts_per_token", "moe_intermediate_size", "num_shared_experts",
-                     "max_position_embeddings", "activation_situ_beta", "rms_norm_eps", "mla_latent_norm_eps",
-                     "initializer_range", "routed_scaling_factor"):
-            _positive(name, getattr(self, name))
-        for name in ("activation_situ_linear_beta", "q_lora_rank", "attn_res_block_size",
-                     "routed_expert_hidden_size"):
-            if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
+        optional = ("activation_situ_linear_beta", "q_lora_rank", "attn_res_block_size", "routed_expert_hidden_size")
+        require_positive(
+            self, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_experts",
+            "num_experts_per_token", "moe_intermediate_size", "num_shared_experts", "max_position_embeddings",
+            "activation_situ_beta", "rms_norm_eps", "mla_latent_norm_eps", "initializer_range",
+            "routed_scaling_factor", *(name for name in optional if getattr(self, name) is not None))
         require(self.dtype in DTYPES, field="dtype", value=self.dtype, expected="'float32' or 'bfloat16'")
         self._check_layers()
         self._check_architecture()
@@ -367,6 +366,12 @@ class ModelConfig:
     def family(self) -> Family:
         return self.text_config.family
 
+    def with_control(self, control: ControlIds) -> ModelConfig:
+        """The same with a tokenizer's ids for begin, end of turn and padding."""
+        text = replace(self.text_config, bos_token_id=control.bos, eos_token_id=control.end_of_msg,
+                       pad_token_id=control.pad)
+        return replace(self, text_config=text)
+
     def to_json(self) -> dict[str, Any]:
         """The mapping of config.json."""
         text = asdict(self.text_config)
@@ -461,10 +466,6 @@ def _text(data: Mapping[str, Any], family: Family, source: str) -> TextConfig:
     if family == "kimi_linear":
         fields.setdefault("hidden_act", "silu")
     return parse_config(TextConfig, fields, source=source)
-
-
-def _positive(name: str, value: float) -> None:
-    require(value > 0, field=name, value=value, expected="a number above 0")
 
 
 def _check_quantization(found: Any, source: str) -> None:

@@ -80,11 +80,11 @@ def memory_plan(config: TextConfig, gpus: int, memory: int) -> MemoryPlan:
 def gpus_needed(config: TextConfig, memory: int) -> int | None:
     """The smallest number of accelerators of `memory` bytes that hold the model and one sequence; None if replicated
     parts alone are too much for one."""
-    sizes = [(n, *_groups(config, n)) for n in range(1, _MOST + 1)]
     seen: set[tuple[int, int]] = set()
-    for n, tensor, expert in sizes:
-        if (tensor, expert) not in seen:
-            seen.add((tensor, expert))
+    for n in range(1, _MOST + 1):
+        groups = _groups(config, n)
+        if groups not in seen:
+            seen.add(groups)
             if memory_plan(config, n, memory).fits:
                 return n
     return None

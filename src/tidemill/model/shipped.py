@@ -22,5 +22,12 @@ def shipped_model(name: str) -> Path:
     return _root() / name
 
 
+def find_model(name: str) -> Path | None:
+    """The folder `name` if it holds a model, else the model of that name that comes with the package, if any."""
+    if (Path(name) / "config.json").is_file():
+        return Path(name)
+    return shipped_model(name) if name in shipped_names() else None
+
+
 def _root() -> Path:
     return Path(str(files("tidemill.model"))) / "weights"

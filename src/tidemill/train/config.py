@@ -8,19 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
-from pathlib import Path
 from typing import Any, Literal
 
-from tidemill.core.config import load_yaml, parse_config, require, set_dotted, strict_config
-from tidemill.core.errors import ConfigError
+from tidemill.core.config import parse_config, require, require_positive, strict_config
 from tidemill.train.algorithms import ADVANTAGES, AGGREGATIONS, LOSSES
-
-
-def _positive(owner: object, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        require(value > 0, field=name, value=value, expected="a number above 0")
+from tidemill.train.recipe_files import packaged_recipes, read_recipe
 
 
 def _share(owner: object, *names: str) -> None:
@@ -64,8 +56,8 @@ class AgentSection:
     """Episodes under way at once."""
 
     def __post_init__(self) -> None:
-        _positive(self, "max_turns", "max_sampled_tokens", "max_model_len", "tool_timeout_s", "tool_output_bytes",
-                  "concurrency")
+        require_positive(self, "max_turns", "max_sampled_tokens", "max_model_len", "tool_timeout_s",
+                         "tool_output_bytes", "concurrency")
 
 
 @strict_config
@@ -78,7 +70,7 @@ class SandboxSection:
     pool: int = 32
 
     def __post_init__(self) -> None:
-        _positive(self, "pool")
+        require_positive(self, "pool")
 
 
 @strict_config
@@ -107,7 +99,7 @@ class WarmupSection:
     """Greedy dev accuracy on the packed base must lie here, else the run stops and says so."""
 
     def __post_init__(self) -> None:
-        _positive(self, "ranks", "max_steps", "episodes", "lr", "check_every", "check_n")
+        require_positive(self, "ranks", "max_steps", "episodes", "lr", "check_every", "check_n")
         require(self.drills >= 0, field="drills", value=self.drills, expected="an integer >= 0")
         _share(self, "stop_at", "drill_at")
         low, high = self.band
@@ -125,7 +117,7 @@ class LoraSection:
     targets: tuple[str, ...] = ("attn_out", "mla_down", "dense", "experts", "shared_experts")
 
     def __post_init__(self) -> None:
-        _positive(self, "rank", "alpha")
+        require_positive(self, "rank", "alpha")
 
 
 @strict_config
@@ -162,7 +154,8 @@ class RlSection:
     """Padded tokens of one forward and backward pass."""
 
     def __post_init__(self) -> None:
-        _positive(self, "max_steps", "prompts", "lr", "grad_clip", "epochs", "micro_batch_tokens", "temperature")
+        require_positive(self, "max_steps", "prompts", "lr", "grad_clip", "epochs", "micro_batch_tokens",
+                         "temperature")
         require(self.samples >= 2, field="samples", value=self.samples, expected="at least 2, for a baseline")
         for name, table in (("advantage", ADVANTAGES), ("loss", LOSSES), ("aggregation", AGGREGATIONS)):
             value = getattr(self, name)
@@ -186,7 +179,7 @@ class EvalSection:
     patience: int = 2
 
     def __post_init__(self) -> None:
-        _positive(self, "every", "dev_n", "test_n", "patience")
+        require_positive(self, "every", "dev_n", "test_n", "patience")
         require(self.stop_at > 0, field="stop_at", value=self.stop_at, expected="a share above 0 (above 1: never)")
 
 
@@ -206,7 +199,8 @@ class CanarySection:
     """Steps in a row that must fire before the run is stopped."""
 
     def __post_init__(self) -> None:
-        _positive(self, "sequences", "floor_factor", "repeat_factor", "absolute", "moved_factor", "consecutive")
+        require_positive(self, "sequences", "floor_factor", "repeat_factor", "absolute", "moved_factor",
+                         "consecutive")
 
 
 @strict_config
@@ -222,7 +216,7 @@ class ControlSection:
     tolerance: float = 0.10
 
     def __post_init__(self) -> None:
-        _positive(self, "steps")
+        require_positive(self, "steps")
         _share(self, "tolerance")
 
 
@@ -256,31 +250,18 @@ class RunConfig:
     """Free the engine's pools while the trainer works."""
 
     def __post_init__(self) -> None:
-        _positive(self, "threads", "checkpoint_every", "sync_chunk_bytes")
+        require_positive(self, "threads", "checkpoint_every", "sync_chunk_bytes")
         for name in self.controls:
             require(name in CONTROLS, field="controls", value=name, expected="one of " + ", ".join(CONTROLS))
 
 
 def recipe_names() -> list[str]:
     """Recipes that come with the package."""
-    folder = files("tidemill.train") / "recipes"
-    return sorted(p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml"))
+    return list(packaged_recipes("tidemill.train"))
 
 
 def load_recipe(name: str, overrides: Sequence[str] = (), *, seed: int | None = None) -> RunConfig:
     """A packaged recipe by name, or a YAML file by path, with overrides applied before validation."""
-    if name in recipe_names():
-        path = Path(str(files("tidemill.train") / "recipes" / f"{name}.yaml"))
-    else:
-        path = Path(name)
-        if not path.is_file():
-            raise ConfigError(
-                f"recipe = {name!r}: neither a file nor one of {', '.join(recipe_names())}", field="recipe",
-                remedy="`tidemill rl list` shows the recipes.",
-            )
-    data = load_yaml(path)
-    for assignment in overrides:
-        set_dotted(data, assignment)
-    if seed is not None:
-        data["seed"] = seed
-    return parse_config(RunConfig, data, source=str(name))
+    data = read_recipe(name, packaged_recipes("tidemill.train"), overrides, seed=seed, offered=recipe_names(),
+                       remedy="`tidemill rl list` shows the recipes.")
+    return parse_config(RunConfig, data, source=name)

@@ -6,8 +6,9 @@ A listener of tidemill.train.metrics; it changes nothing and never raises becaus
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -92,19 +93,60 @@ class Eta:
         return (max_steps - step) * (ended - began) / (last - first) if last > first else None
 
 
-class PlainView:
-    """One line per event; for logs and pipes."""
+class Lines:
+    """Lines on a stream; for logs and pipes. What makes them of events is a subclass's."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._eta = Eta()
         self._max_steps = 0
 
-    def __enter__(self) -> PlainView:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._stream.flush()
+
+    def on_progress(self, phase: str, done: int, total: int) -> None:
+        """Progress within a phase is for terminals."""
+
+    def say(self, line: str | None) -> None:
+        """Write a line; None is not worth one."""
+        if line is not None:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
+
+class Redrawn(ABC):
+    """A panel that is redrawn in place; lines worth keeping scroll away above it."""
+
+    def __init__(self, console: Console, *, refresh_per_second: int) -> None:
+        self._console = console
+        self._eta = Eta()
+        self._left: float | None = None
+        self._max_steps = 0
+        self._began = time.monotonic()
+        self._live = Live(console=console, refresh_per_second=refresh_per_second, transient=True,
+                          get_renderable=self._render)
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._live.__exit__(None, None, None)
+
+    def say(self, line: str | None) -> None:
+        """A line above the panel; None is not worth one."""
+        if line is not None:
+            self._live.console.print(Text(line), highlight=False)
+
+    @abstractmethod
+    def _render(self) -> Panel: ...
+
+
+class PlainView(Lines):
+    """One line per event."""
 
     def on_event(self, kind: str, row: Row) -> None:
         if kind == "start":
@@ -113,35 +155,19 @@ class PlainView:
             line = step_line(row, self._max_steps, self._eta.after(int(row["step"]), self._max_steps))
         else:
             line = event_line(kind, row)
-        if line is not None:
-            self._stream.write(line + "\n")
-            self._stream.flush()
-
-    def on_progress(self, phase: str, done: int, total: int) -> None:
-        """Progress within a phase is for terminals."""
+        self.say(line)
 
 
-class RichView:
-    """A panel that is redrawn in place; lines worth keeping scroll away above it."""
+class RichView(Redrawn):
+    """Phase, curves and speed."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        self._eta = Eta()
-        self._left: float | None = None
-        self._max_steps, self._phase, self._done, self._total = 0, "starting", 0, 0
+        self._phase, self._done, self._total = "starting", 0, 0
         self._step: Row = {}
         self._rewards: list[float] = []
         self._dev: list[float] = []
         self._calls = 0
-        self._began = time.monotonic()
-        self._live = Live(console=console, refresh_per_second=8, transient=True, get_renderable=self._render)
-
-    def __enter__(self) -> RichView:
-        self._live.__enter__()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._live.__exit__(None, None, None)
+        super().__init__(console, refresh_per_second=8)
 
     def on_event(self, kind: str, row: Row) -> None:
         if kind == "start":
@@ -157,9 +183,7 @@ class RichView:
             self._rewards.append(max(0.0, row.get("accuracy", 0.0)))
             self._calls += row.get("tool_calls", 0)
             self._left = self._eta.after(int(row["step"]), self._max_steps)
-        line = event_line(kind, row)
-        if line is not None:
-            self._live.console.print(Text(line), highlight=False)
+        self.say(event_line(kind, row))
 
     def on_progress(self, phase: str, done: int, total: int) -> None:
         self._phase, self._done, self._total = phase, done, total

@@ -7,7 +7,6 @@ goes on from its last checkpoint and ends with the same bits (same number of ran
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import sys
@@ -21,9 +20,9 @@ from typing import Any
 
 import torch
 
-from tidemill.core.config import load_yaml, parse_config, replace, set_dotted
+from tidemill.core.config import load_yaml, parse_config, set_dotted
 from tidemill.core.errors import ConfigError, InputError, TrainError
-from tidemill.core.files import write_json
+from tidemill.core.files import read_jsonl, write_json
 from tidemill.core.launcher import end_leftovers
 from tidemill.model.balance import RouterBalance
 from tidemill.model.base import BaseStore, write_base
@@ -32,7 +31,7 @@ from tidemill.model.chat.codec import ChatCodec
 from tidemill.model.chat.tokenizer import Tokenizer
 from tidemill.model.config import ModelConfig
 from tidemill.model.inventory import total_parameters
-from tidemill.model.shipped import shipped_model, shipped_names
+from tidemill.model.shipped import find_model, shipped_names
 from tidemill.parallel import Group
 from tidemill.train import checkpoint
 from tidemill.train.checkpoint import Checkpoint
@@ -154,10 +153,9 @@ def execute(recipe: Recipe, run: RunDir, *, listeners: tuple[Listener, ...] = ()
 
 def initial_model(recipe: Recipe) -> Path:
     """Folder of the model an sft recipe goes on from."""
-    if (Path(recipe.init) / "config.json").is_file():
-        return Path(recipe.init)
-    if recipe.init in shipped_names():
-        return shipped_model(recipe.init)
+    folder = find_model(recipe.init)
+    if folder is not None:
+        return folder
     raise ConfigError(f"init = {recipe.init!r}: neither a model folder (it has no config.json) nor one of "
                       f"{', '.join(shipped_names()) or 'no shipped models'}", field="init")
 
@@ -184,11 +182,7 @@ def _start_folder(run: RunDir) -> Path:
 
 def _model_config(recipe: Recipe, tokenizer: Tokenizer) -> ModelConfig:
     assert recipe.model is not None
-    config = preset_config(recipe.model, tokenizer.size)
-    control = tokenizer.control
-    text = replace(config.text_config, bos_token_id=control.bos, eos_token_id=control.end_of_msg,
-                   pad_token_id=control.pad)
-    return replace(config, text_config=text)
+    return preset_config(recipe.model, tokenizer.size).with_control(tokenizer.control)
 
 
 class _Rank:
@@ -287,8 +281,7 @@ def _finish(recipe: Recipe, run: RunDir, metrics: Metrics, model: CausalLM, last
     folder = run.path / "model"
     write_base(folder, model)
     Tokenizer.load(_start_folder(run)).save(folder)
-    rows = [json.loads(line) for line in run.events.read_text(encoding="utf-8").splitlines()]
-    tokens = max((row["tokens"] for row in rows if row["event"] == "update"), default=0)
+    tokens = max((row["tokens"] for row in read_jsonl(run.events) if row["event"] == "update"), default=0)
     summary = {
         "recipe": recipe.name, "kind": recipe.kind, "seed": recipe.seed, "steps": recipe.schedule.steps,
         "tokens": tokens, "parameters": total_parameters(model.config.text_config),

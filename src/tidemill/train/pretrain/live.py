@@ -10,13 +10,11 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from rich.console import Console, Group
-from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
-from rich.text import Text
 
-from tidemill.train.live import Eta, clock
+from tidemill.train.live import Lines, Redrawn, clock
 
 Row = Mapping[str, Any]
 
@@ -55,18 +53,12 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
-class LineView:
-    """Lines; for logs and pipes."""
+class LineView(Lines):
+    """One line per event, and one about steps now and then."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream, self._eta = stream, Eta()
-        self._max_steps, self._shown = 0, float("-inf")
-
-    def __enter__(self) -> LineView:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stream.flush()
+        super().__init__(stream)
+        self._shown = float("-inf")
 
     def on_event(self, kind: str, row: Row) -> None:
         line = event_line(kind, row)
@@ -77,32 +69,16 @@ class LineView:
             if now - self._shown >= LINE_S or row["step"] == self._max_steps:
                 self._shown = now
                 line = update_line(row, self._max_steps, left)
-        if line is not None:
-            self._stream.write(line + "\n")
-            self._stream.flush()
-
-    def on_progress(self, phase: str, done: int, total: int) -> None:
-        """Progress within a phase is for terminals."""
+        self.say(line)
 
 
-class PanelView:
-    """A panel that is redrawn in place; lines worth keeping scroll away above it."""
+class PanelView(Redrawn):
+    """Steps, loss and what is held out."""
 
     def __init__(self, console: Console) -> None:
-        self._console, self._eta = console, Eta()
-        self._left: float | None = None
-        self._max_steps = 0
         self._row: Row = {}
         self._held_out: dict[str, Row] = {}
-        self._began = time.monotonic()
-        self._live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._render)
-
-    def __enter__(self) -> PanelView:
-        self._live.__enter__()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._live.__exit__(None, None, None)
+        super().__init__(console, refresh_per_second=4)
 
     def on_event(self, kind: str, row: Row) -> None:
         if kind == "start":
@@ -112,9 +88,7 @@ class PanelView:
         elif kind == "update":
             self._row = row
             self._left = self._eta.after(int(row["step"]), self._max_steps)
-        line = event_line(kind, row)
-        if line is not None:
-            self._live.console.print(Text(line), highlight=False)
+        self.say(event_line(kind, row))
 
     def on_progress(self, phase: str, done: int, total: int) -> None:
         """The panel shows steps."""

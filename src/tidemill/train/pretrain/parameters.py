@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from tidemill.core.config import require, strict_config
+from tidemill.core.config import require, require_positive, strict_config
 from tidemill.model.causal_lm import CausalLM
 from tidemill.model.config import TextConfig
 from tidemill.train.pretrain.muon import Cut, Muon
@@ -36,8 +36,7 @@ class OptimizerSection:
     """Largest norm of the gradient of all parameters together."""
 
     def __post_init__(self) -> None:
-        for name in ("lr", "grad_clip"):
-            require(getattr(self, name) > 0, field=name, value=getattr(self, name), expected="a number above 0")
+        require_positive(self, "lr", "grad_clip")
         for value in (self.momentum, *self.betas):
             require(0 <= value < 1, field="momentum, betas", value=value, expected="0 <= x < 1")
         require(self.weight_decay >= 0, field="weight_decay", value=self.weight_decay, expected="a number >= 0")

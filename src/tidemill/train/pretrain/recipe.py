@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
-from pathlib import Path
 from typing import Literal
 
-from tidemill.core.config import load_yaml, parse_config, require, set_dotted, strict_config
+from tidemill.core.config import load_yaml, parse_config, require, require_positive, strict_config
 from tidemill.core.errors import ConfigError
 from tidemill.train.config import ModelSection
 from tidemill.train.pretrain.parameters import OptimizerSection
 from tidemill.train.pretrain.schedule import ScheduleSection
 from tidemill.train.pretrain.sources import SourceSection
+from tidemill.train.recipe_files import packaged_recipes, read_recipe
 
 Kind = Literal["pretrain", "sft"]
+_PACKAGE = "tidemill.train.pretrain"
 
 
 @strict_config
@@ -34,8 +34,7 @@ class VocabularySection:
 
     def __post_init__(self) -> None:
         require(self.size >= 512, field="vocabulary.size", value=self.size, expected="at least 512")
-        require(self.num_bytes > 0, field="vocabulary.num_bytes", value=self.num_bytes,
-                expected="a number above 0")
+        require_positive(self, "num_bytes", prefix="vocabulary.")
 
 
 @strict_config
@@ -95,8 +94,7 @@ class Recipe:
     """Seconds between checkpoints."""
 
     def __post_init__(self) -> None:
-        for name in ("threads", "ranks", "batch_tokens", "micro_batch_tokens", "checkpoint_s"):
-            require(getattr(self, name) > 0, field=name, value=getattr(self, name), expected="a number above 0")
+        require_positive(self, "threads", "ranks", "batch_tokens", "micro_batch_tokens", "checkpoint_s")
         require(self.context >= 2, field="context", value=self.context, expected="at least 2")
         require(0 <= self.mxfp4_from <= 1, field="mxfp4_from", value=self.mxfp4_from, expected="a share from 0 to 1")
         names = [source.name for source in self.data]
@@ -114,30 +112,17 @@ class Recipe:
 
 def recipe_names(kind: Kind | None = None) -> list[str]:
     """Recipes that come with the package, of one kind or all."""
-    folder = files("tidemill.train.pretrain") / "recipes"
-    names = sorted(p.name.removesuffix(".yaml") for p in folder.iterdir() if p.name.endswith(".yaml"))
-    return [name for name in names if kind is None or load_yaml(_packaged(name)).get("kind") == kind]
+    found = packaged_recipes(_PACKAGE)
+    return [name for name, path in found.items() if kind is None or load_yaml(path).get("kind") == kind]
 
 
 def load_recipe(name: str, overrides: Sequence[str] = (), *, kind: Kind | None = None,
                 seed: int | None = None) -> Recipe:
     """A packaged recipe by name, or a YAML file by path, with overrides applied before validation. ConfigError, also
     if it is not of `kind`."""
-    path = _packaged(name) if name in recipe_names() else Path(name)
-    if not path.is_file():
-        raise ConfigError(f"recipe = {name!r}: neither a file nor one of {', '.join(recipe_names(kind))}",
-                          field="recipe")
-    data = load_yaml(path)
-    for assignment in overrides:
-        set_dotted(data, assignment)
-    if seed is not None:
-        data["seed"] = seed
-    recipe = parse_config(Recipe, data, source=str(name))
+    data = read_recipe(name, packaged_recipes(_PACKAGE), overrides, seed=seed, offered=recipe_names(kind))
+    recipe = parse_config(Recipe, data, source=name)
     if kind is not None and recipe.kind != kind:
         raise ConfigError(f"{name}: kind = {recipe.kind!r}: expected {kind!r}", field="kind",
                           remedy=f"Run it with tidemill train {recipe.kind}.")
     return recipe
-
-
-def _packaged(name: str) -> Path:
-    return Path(str(files("tidemill.train.pretrain") / "recipes" / f"{name}.yaml"))

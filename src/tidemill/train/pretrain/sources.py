@@ -15,7 +15,7 @@ from typing import Any
 
 from tidemill.agent.task import Demonstrator, Problem, Split, Task, Turn, load_task
 from tidemill.agent.tool import declaration, load_tool
-from tidemill.core.config import require, strict_config
+from tidemill.core.config import require, require_positive, strict_config
 from tidemill.core.errors import ConfigError
 from tidemill.model.chat.codec import ChatCodec
 from tidemill.train.config import TaskSection
@@ -55,7 +55,7 @@ class SourceSection:
     def __post_init__(self) -> None:
         given = [bool(self.text), bool(self.conversations), self.task is not None]
         require(sum(given) == 1, field="data", value=self.name, expected="one of text, conversations and task")
-        require(self.weight > 0, field="weight", value=self.weight, expected="a number above 0")
+        require_positive(self, "weight")
         require(self.chain >= 1, field="chain", value=self.chain, expected="at least 1")
         require(0 <= self.thinking <= 1, field="thinking", value=self.thinking, expected="a share from 0 to 1")
         require(bool(self.name and self.licence), field="data", value=self.name, expected="a name and a licence")
