@@ -1,4 +1,8 @@
-"""The routed experts for training: one padded batched product per weight, no loop over experts, differentiable."""
+"""The routed experts for training: grouped products over rows sorted by expert, gradients written out.
+
+Kept for the backward pass are the inputs, the routing weights and the two pre-activations of every pair; sorted
+inputs and the activation are made again. Neither these nor any buffer depends on how evenly rows are routed.
+"""
 
 from __future__ import annotations
 
@@ -7,46 +11,75 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tidemill.kernels.moe.dispatch import Dispatch, plan_dispatch
 from tidemill.kernels.moe.experts import ExpertLora
+from tidemill.kernels.moe.grouped import Groups, grouped_outer, grouped_product, plan_groups
+from tidemill.kernels.pointwise import wide
 from tidemill.kernels.situ import GluAct
 
 
-class _Scatter(torch.autograd.Function):
-    """Rows to the expert buffer. Every pair has its own slot, so the gradient is a gather and a sum over the k
-    choices."""
+class _Experts(torch.autograd.Function):
+    """Inputs z, weights, w1, w3, w2, then groups, act, scale and the five factors of an adapter or nothing."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: Dispatch) -> Tensor:
-        ctx.plan = plan
-        return plan.scatter(x)
+    def forward(ctx: Any, z: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, groups: Groups,
+                act: GluAct, scale: float, *factors: Tensor) -> Tensor:
+        x = groups.spread(z)
+        g = grouped_product(x, w1.transpose(1, 2), groups)
+        u = grouped_product(x, w3.transpose(1, 2), groups)
+        del x
+        if factors:
+            a13, b1, b3, _, _ = factors
+            low = groups.spread(z @ a13.t())
+            g.add_(grouped_product(low, b1.transpose(1, 2), groups), alpha=scale)
+            u.add_(grouped_product(low, b3.transpose(1, 2), groups), alpha=scale)
+        ctx.save_for_backward(z, weights, w1, w3, w2, g, u, *factors)
+        ctx.groups, ctx.act, ctx.scale = groups, act, scale
+        h = act.train(g, u)
+        y = grouped_product(h, w2.transpose(1, 2), groups)
+        if factors:
+            _, _, _, a2, b2 = factors
+            y.add_(grouped_product(h, a2.transpose(1, 2), groups) @ b2.t(), alpha=scale)
+        return groups.combine(y, weights)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.plan.gather(grad_outputs[0]).sum(1), None
-
-
-class _Combine(torch.autograd.Function):
-    """u[R, l] = Σ_j weights[R, j] y[slot of (R, j)]: expert outputs back to rows, summed in fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: Tensor, plan: Dispatch) -> Tensor:
-        ctx.plan = plan
-        ctx.save_for_backward(y, weights)
-        pairs = plan.gather(y)
-        return (pairs.to(weights.dtype) * weights.unsqueeze(-1)).sum(1).to(y.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        y, weights = ctx.saved_tensors
-        du = grad_outputs[0].to(weights.dtype)
-        dweights = None
-        if ctx.needs_input_grad[1]:
-            dweights = torch.matmul(ctx.plan.gather(y).to(weights.dtype), du.unsqueeze(-1)).squeeze(-1)
-        dpairs = (weights.unsqueeze(-1) * du.unsqueeze(1)).to(y.dtype)
-        dy = torch.zeros_like(y).flatten(0, 1)
-        dy[ctx.plan.slots] = dpairs.flatten(0, 1)
-        return dy.view_as(y), dweights, None
+        z, weights, w1, w3, w2, g, u, *factors = ctx.saved_tensors
+        groups, scale, need = ctx.groups, ctx.scale, ctx.needs_input_grad
+        g, u = g.detach().requires_grad_(), u.detach().requires_grad_()
+        with torch.enable_grad():
+            activated = ctx.act.train(g, u)
+        h = activated.detach()
+        # With y = h w2ᵀ and v = dout w2: dweight = ⟨dout, y⟩ = ⟨v, h⟩ and dh = weight · v, so y is not needed.
+        dout = groups.spread(grad_outputs[0])
+        v = grouped_product(dout, w2, groups)
+        share = weights.flatten().index_select(0, groups.order).unsqueeze(-1)
+        weighted = (share * h).to(h.dtype)
+        da2 = db2 = None
+        if factors:
+            _, _, _, a2, b2 = factors
+            dlow = (dout @ b2).mul_(scale)
+            v = v + grouped_product(dlow, a2, groups)
+            da2 = grouped_outer(dlow, weighted, groups)
+            db2 = (dout.t() @ grouped_product(weighted, a2.transpose(1, 2), groups)).mul_(scale)
+        dweights = (wide(v) * wide(h)).sum(-1)[groups.places].to(weights.dtype) if need[1] else None
+        dw2 = grouped_outer(dout, weighted, groups) if need[4] else None
+        del dout, weighted
+        dg, du = torch.autograd.grad(activated, (g, u), (share * v).to(h.dtype))
+        x = groups.spread(z) if need[2] or need[3] else None
+        dw1 = grouped_outer(dg, x, groups) if x is not None and need[2] else None
+        dw3 = grouped_outer(du, x, groups) if x is not None and need[3] else None
+        dz = None
+        if need[0]:
+            dz = groups.gather_sum(grouped_product(dg, w1, groups) + grouped_product(du, w3, groups))
+        if not factors:
+            return dz, dweights, dw1, dw3, dw2, None, None, None
+        a13, b1, b3, _, _ = factors
+        low = groups.spread(z @ a13.t())
+        db1, db3 = (grouped_outer(d, low, groups).mul_(scale) for d in (dg, du))
+        dlow = groups.gather_sum(grouped_product(dg, b1, groups) + grouped_product(du, b3, groups)).mul_(scale)
+        if dz is not None:
+            dz = dz + dlow @ a13
+        return dz, dweights, dw1, dw3, dw2, None, None, None, dlow.t() @ z, db1, db3, da2, db2
 
 
 def experts_train(
@@ -59,22 +92,12 @@ def experts_train(
     act: GluAct,
     lora: ExpertLora | None = None,
 ) -> Tensor:
-    """`experts` for training: the same arguments and result, differentiable in z, weights, all expert weights and
-    `lora`.
+    """`experts` for training: the same arguments and result, differentiable (once) in z, weights, all expert weights
+    and `lora`.
 
-    Equals the engine's form to rounding. `lora` factors may have any rank.
+    Equals the engine's form to rounding. R may be 0, experts may be without rows, `lora` factors may have any rank.
+    Keeps z, weights and 2·R·k·I numbers for the backward pass, however rows are routed. Mutates nothing.
     """
-    plan = plan_dispatch(ids, w1.shape[0])
-    x = _Scatter.apply(z, plan)
-    g = torch.bmm(x, w1.transpose(1, 2))
-    u = torch.bmm(x, w3.transpose(1, 2))
-    if lora is not None:
-        low = _Scatter.apply(torch.nn.functional.linear(z, lora.a13), plan)
-        g = torch.baddbmm(g, low, lora.b1.transpose(1, 2), alpha=lora.scale)
-        u = torch.baddbmm(u, low, lora.b3.transpose(1, 2), alpha=lora.scale)
-    h = act.train(g, u)
-    y = torch.bmm(h, w2.transpose(1, 2))
-    if lora is not None:
-        low = torch.bmm(h, lora.a2.transpose(1, 2))
-        y = torch.add(y, torch.nn.functional.linear(low, lora.b2), alpha=lora.scale)
-    return _Combine.apply(y, weights, plan)
+    groups = plan_groups(ids, w1.shape[0])
+    factors = () if lora is None else (lora.a13, lora.b1, lora.b3, lora.a2, lora.b2)
+    return _Experts.apply(z, weights, w1, w3, w2, groups, act, 0.0 if lora is None else lora.scale, *factors)
