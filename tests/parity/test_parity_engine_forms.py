@@ -143,7 +143,8 @@ def test_token_by_token_equals_the_whole_forward() -> None:
             want = model(ids)
             walk = Walk(model.config.text_config, weights, adapters, 3)
             got = torch.stack([walk.step(ids[:, t]) for t in range(80)], dim=1)
-        assert (got - want).norm() / want.norm() < 1e-5
+        # Each of the two is 1.0e-5 from the fp64 run of the tiny model, 5e-6 from that of toy.
+        assert (got - want).norm() / want.norm() < 2e-5
         assert (got.log_softmax(-1) - want.log_softmax(-1)).abs().max() < 1e-4
 
 

@@ -14,6 +14,7 @@ from tidemill.core.errors import InputError
 from tidemill.model.config import ModelConfig
 from tidemill.model.initialisation import reset_parameters
 from tidemill.model.layers import DecoderLayer, Linear, RMSNorm, RoutedExperts, Weight, mixture, pick
+from tidemill.model.quant import Quantization
 from tidemill.parallel import ParallelContext, single
 
 Recompute = Literal["none", "layer"]
@@ -94,11 +95,11 @@ class CausalLM(nn.Module):
         """Fresh values for every parameter and buffer, a pure function of configuration and seed."""
         reset_parameters(self, self.config.text_config, seed)
 
-    def set_fake_quant(self, enabled: bool) -> None:
-        """Whether the routed experts compute on decode(encode(w)), gradients straight through (quantisation-aware)."""
+    def set_quantization(self, value: Quantization) -> None:
+        """What the routed experts compute on (quantisation-aware training). InputError if a width does not allow it."""
         for module in self.modules():
             if isinstance(module, RoutedExperts):
-                module.fake_quant = enabled
+                module.quantization = value
 
     def forward(self, input_ids: Tensor, *, cu_seqlens: Tensor | None = None, select: Tensor | None = None,
                 observer: ScoreObserver | None = None) -> Tensor:

@@ -1,16 +1,23 @@
-"""Training with MXFP4 experts: forward on decode(encode(w)), gradients straight through.
+"""Training with low-precision experts: forward on decode(encode(.)), gradients straight through.
 
-For pretraining, warm-up and full fine-tuning. LoRA training computes on the stored bytes and needs none of this.
+Weights are rounded through MXFP4, activations through MXFP8 (K3 technical report, 4.1: this scheme from SFT on).
+Scales are made anew from the current values in every forward; nothing is learned. LoRA training computes on the stored
+weights, which the rounding leaves as they are.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from tidemill.kernels import mxfp4
+
+Quantization = Literal["none", "weights", "weights+activations"]
+"""What the routed experts compute on. none: the values themselves; weights: w1, w2, w3 through MXFP4, so that the model
+trained is the one stored; weights+activations: also the inputs of the three products through MXFP8, the latent rows and
+the activation's output (K3's scheme)."""
 
 
 class _FakeQuant(torch.autograd.Function):

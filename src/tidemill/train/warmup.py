@@ -24,7 +24,6 @@ from tidemill.core.errors import TrainError
 from tidemill.core.token_log import TokenLog
 from tidemill.model.balance import RouterBalance
 from tidemill.model.causal_lm import CausalLM
-from tidemill.model.layers import RoutedExperts
 from tidemill.parallel import Group, SoloGroup
 from tidemill.train import checkpoint
 from tidemill.train.checkpoint import Checkpoint
@@ -71,9 +70,7 @@ def warm_up(model: CausalLM, settings: WarmupSection, *, episodes: Source, drill
     Every rank of `group` is given the same model and arguments; the `stop` of any of them stops all.
     Raises TrainError on a non-finite loss, WarmupStopped if `stop` says so.
     """
-    for module in model.modules():
-        if isinstance(module, RoutedExperts):
-            module.fake_quant = True
+    model.set_quantization("weights")
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.98),
                                   weight_decay=settings.weight_decay, foreach=True)
     balance = RouterBalance(model)

@@ -11,7 +11,8 @@ from torch.autograd import gradcheck
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tidemill.kernels import moe
+from tidemill.core.errors import InputError
+from tidemill.kernels import moe, mxfp8
 from tidemill.kernels.moe.grouped import grouped_outer, grouped_product, plan_groups
 from tidemill.kernels.situ import GluAct
 
@@ -89,6 +90,53 @@ def test_equals_the_engines_form(act: GluAct, uneven: bool, with_lora: bool) -> 
     lora = moe.ExpertLora(*factors(4), 0.5) if with_lora else None
     got, want = moe.experts_train(z, ids, weights, *w, act, lora), moe.experts(z, ids, weights, *w, act, lora)
     assert (got - want).norm() <= 1e-6 * want.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_lora", [False, True])
+def test_mxfp8_rounds_the_inputs_and_passes_gradients_straight(dtype: torch.dtype, with_lora: bool) -> None:
+    """Against autograd over one expert at a time, with x + (rounded x − x) cut out of the gradient."""
+    rows, inner = 30, 64
+    ids = routing(rows, 2, uneven=True)
+    shapes = [(rows, LATENT), (rows, 2), (EXPERTS, inner, LATENT), (EXPERTS, inner, LATENT), (EXPERTS, LATENT, inner)]
+    if with_lora:
+        shapes += [(4, LATENT), (EXPERTS, inner, 4), (EXPERTS, inner, 4), (EXPERTS, 4, inner), (LATENT, 4)]
+    given = [(torch.randn(s) * 0.4).to(dtype).float() for s in shapes]
+    dout = torch.randn(rows, LATENT).to(dtype).float()
+
+    def through(x: Tensor) -> Tensor:
+        return x + (mxfp8.round_trip(x) - x).detach()
+
+    def reference(z: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, *low: Tensor) -> Tensor:
+        if low:
+            a13, b1, b3, a2, b2 = low
+            w1, w3, w2 = w1 + 0.5 * b1 @ a13, w3 + 0.5 * b3 @ a13, w2 + 0.5 * b2 @ a2
+        z = through(z)
+        h = [through(SITU.train(z @ w1[e].t(), z @ w3[e].t()).to(dtype).float()) for e in range(EXPERTS)]
+        y = torch.stack([h[e] @ w2[e].t() for e in range(EXPERTS)], dim=1)
+        return (y.gather(1, ids.unsqueeze(-1).expand(-1, -1, LATENT)) * weights.unsqueeze(-1)).sum(1)
+
+    exact = [x.clone().requires_grad_() for x in given]
+    want = reference(*exact)
+    leaves = [x.to(torch.float32 if i == 1 else dtype).requires_grad_() for i, x in enumerate(given)]
+    z, weights, w1, w3, w2, *low = leaves
+    lora = moe.ExpertLora(*low, 0.5) if low else None
+    got = moe.experts_train(z, ids, weights, w1, w3, w2, SITU, lora, mxfp8_inputs=True)
+    plain = moe.experts_train(z, ids, weights, w1, w3, w2, SITU, lora)
+    # A pre-activation that differs in its last bit may round to the neighbouring code: a few elements, 1/16 each.
+    tolerance = 1e-3 if dtype is torch.float32 else 3e-2
+    assert (got - want).norm() <= tolerance * want.norm()
+    assert (plain - want).norm() >= (0.02 if dtype is torch.float32 else 0.0) * want.norm()
+    wanted = torch.autograd.grad(want, exact, dout)
+    for found, grad in zip(torch.autograd.grad(got, leaves, dout.to(dtype)), wanted, strict=True):
+        assert (found - grad).norm() <= tolerance * grad.norm()
+
+
+@pytest.mark.parametrize(("latent", "inner"), [(32, 24), (24, 32)])
+def test_mxfp8_refuses_widths_that_do_not_fill_blocks(latent: int, inner: int) -> None:
+    z, up = torch.randn(4, latent), torch.randn(EXPERTS, inner, latent)
+    with pytest.raises(InputError, match="width = 24: expected a multiple of 32"):
+        moe.experts_train(z, routing(4, 2), torch.rand(4, 2), up, up, up.transpose(1, 2), SITU, mxfp8_inputs=True)
 
 
 def test_no_rows() -> None:

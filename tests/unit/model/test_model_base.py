@@ -58,7 +58,7 @@ def test_the_trainers_model_computes_on_the_stored_bytes_and_is_frozen(folder: P
     frozen = BaseStore.open(folder).model()
     assert not any(p.requires_grad for p in frozen.parameters())
     ids = torch.randint(0, 96, (2, 17))
-    model.set_fake_quant(True)
+    model.set_quantization("weights")
     with torch.no_grad():
         assert torch.equal(frozen(ids), model(ids))
 

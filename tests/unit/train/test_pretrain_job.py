@@ -313,7 +313,7 @@ def test_ranks_share_a_step_and_all_stop_when_one_wants_to(tmp_path: Path) -> No
 
 def test_one_batch_can_be_learned_by_heart() -> None:
     model, samples = fresh(), documents()[-2:]
-    model.set_fake_quant(True)
+    model.set_quantization("weights")
     optimizers, balance = Optimizers(model, OptimizerSection(lr=0.03)), RouterBalance(model)
     loss = math.inf
     for _ in range(18):
@@ -356,20 +356,20 @@ def held(section: SourceSection, share: float) -> Any:
 
 def test_experts_are_rounded_from_the_step_the_recipe_names(begun: RunDir, tmp_path: Path,
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
+    seen: list[str] = []
     before = RoutedExperts.forward
 
     def forward(self: RoutedExperts, *args: Any) -> Tensor:
-        seen.append(self.fake_quant)
+        seen.append(self.quantization)
         return before(self, *args)
 
     monkeypatch.setattr(RoutedExperts, "forward", forward)
     run = copied(begun, tmp_path)
     carried_on(run, stop_after=2)
-    assert not any(seen)
+    assert set(seen) == {"none"}
     seen.clear()
     carried_on(run)
-    assert all(seen)
+    assert set(seen) == {"weights"}
 
 
 def test_a_loss_that_is_not_finite_ends_the_training_and_spoils_no_checkpoint(

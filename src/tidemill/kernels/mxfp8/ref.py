@@ -32,6 +32,7 @@ def encode(x: Tensor) -> tuple[Tensor, Tensor]:
         raise InputError("MXFP8 cannot encode NaN or infinity", field="x", remedy="Look for a diverged training step.")
     floor_log2 = torch.frexp(amax).exponent - 1
     scale = torch.where(amax > 0, (127 + floor_log2 - _TOP_EXPONENT).clamp(0, 254), 127).to(torch.uint8)
+    # Torch's own conversion saturates here as well, but does not promise it for every device.
     scaled = (blocks / _scale_values(scale)).clamp_(-_LARGEST, _LARGEST)
     return scaled.to(torch.float8_e4m3fn).flatten(-2), scale
 

@@ -5,14 +5,18 @@ Without a latent width (Kimi Linear) the routed experts read and write the full 
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import Tensor, nn
 
+from tidemill.core.errors import InputError
 from tidemill.kernels.moe import ExpertLora, experts_train, route_train
+from tidemill.kernels.mxfp8 import BLOCK
 from tidemill.model.config import DTYPES, TextConfig
 from tidemill.model.layers.linear import Linear, RMSNorm
 from tidemill.model.layers.mlp import GatedMLP
-from tidemill.model.quant import fake_quant
+from tidemill.model.quant import Quantization, fake_quant
 from tidemill.parallel import ParallelContext, share
 
 
@@ -48,6 +52,8 @@ class RoutedExperts(nn.Module):
         super().__init__()
         count = share(config.num_experts, parallel.expert, what="num_experts")
         latent, inner, dtype = config.expert_width, config.moe_intermediate_size, config.torch_dtype
+        latent_name = "hidden_size" if config.routed_expert_hidden_size is None else "routed_expert_hidden_size"
+        self._widths = {latent_name: latent, "moe_intermediate_size": inner}
         self.act = config.glu_act
         self.w1 = nn.Parameter(torch.empty(count, inner, latent, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(count, latent, inner, dtype=dtype))
@@ -55,8 +61,27 @@ class RoutedExperts(nn.Module):
         for name in ("lora_a13", "lora_b1", "lora_b3", "lora_a2", "lora_b2"):
             self.register_parameter(name, None)
         self.lora_scale = 0.0
-        self.fake_quant = False
-        """Compute on decode(encode(w)) with straight-through gradients, so that the model trained is the one stored."""
+        self._quantization: Quantization = "none"
+
+    @property
+    def quantization(self) -> Quantization:
+        """How weights and activations are rounded; "none" at first. Gradients pass straight through.
+
+        Setting it raises InputError on an unknown value, and if a width does not fill blocks of 32.
+        """
+        return self._quantization
+
+    @quantization.setter
+    def quantization(self, value: Quantization) -> None:
+        if value not in get_args(Quantization):
+            raise InputError(f"quantization = {value!r}: expected one of {', '.join(get_args(Quantization))}",
+                             field="quantization")
+        if value != "none":
+            for name, width in self._widths.items():
+                if width % BLOCK:
+                    raise InputError(f"{name} = {width}: quantised experts need a multiple of {BLOCK}", field=name,
+                                     remedy=f"Use {width + -width % BLOCK}, or quantization = 'none'.")
+        self._quantization = value
 
     def lora(self) -> ExpertLora | None:
         """The attached factors, if any, in the dtype of the weights."""
@@ -66,8 +91,11 @@ class RoutedExperts(nn.Module):
         return ExpertLora(*(x.to(self.w1.dtype) for x in (a13, b1, b3, a2, b2)), scale=self.lora_scale)
 
     def forward(self, z: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        w1, w2, w3 = (fake_quant(w) if self.fake_quant else w for w in (self.w1, self.w2, self.w3))
-        return experts_train(z, ids, weights, w1, w3, w2, self.act, self.lora())
+        w1, w2, w3 = self.w1, self.w2, self.w3
+        if self._quantization != "none":
+            w1, w2, w3 = fake_quant(w1), fake_quant(w2), fake_quant(w3)
+        return experts_train(z, ids, weights, w1, w3, w2, self.act, self.lora(),
+                             mxfp8_inputs=self._quantization == "weights+activations")
 
 
 class LatentMoE(nn.Module):

@@ -224,7 +224,8 @@ class _Rank:
         """One optimizer step; returns whether to stop after it."""
         recipe, started = self._recipe, time.monotonic()
         quantised = step > recipe.mxfp4_from * recipe.schedule.steps
-        self._model.set_fake_quant(quantised and self._model.config.text_config.quantize_experts)
+        quantised = quantised and self._model.config.text_config.quantize_experts
+        self._model.set_quantization("weights" if quantised else "none")
         samples = self._mixture.batch(recipe.batch_tokens)
         self._optimizers.zero_grad()
         loss, stopping = accumulate(self._model, self._balance, samples, self._group, cut=self._cut, stop=stop)
