@@ -143,9 +143,9 @@ def test_token_by_token_equals_the_whole_forward() -> None:
             want = model(ids)
             walk = Walk(model.config.text_config, weights, adapters, 3)
             got = torch.stack([walk.step(ids[:, t]) for t in range(80)], dim=1)
-        # Each of the two is 1.0e-5 from the fp64 run of the tiny model, 5e-6 from that of toy.
+        # Over four seeds of the tiny model either is up to 1.1e-5, its log-probs up to 1.4e-4, from the fp64 run.
         assert (got - want).norm() / want.norm() < 2e-5
-        assert (got.log_softmax(-1) - want.log_softmax(-1)).abs().max() < 1e-4
+        assert (got.log_softmax(-1) - want.log_softmax(-1)).abs().max() < 2e-4
 
 
 def test_a_sequence_alone_has_the_bits_it_has_among_others() -> None:
