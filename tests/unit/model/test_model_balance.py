@@ -44,7 +44,7 @@ def exact(scores: Tensor, bias: Tensor, k: int) -> Tensor:
 
 
 def estimate(counts: list[int], target: float, rank: int, low: float, width: float) -> float:
-    """The quantile of one expert: linear inside the first bin at which `rank` values are reached (appendix C of the K3 report)."""
+    """The quantile of one expert by a plain loop: linear inside the first bin at which `rank` values are reached."""
     before = 0
     for beta, inside in enumerate(counts):
         if before + inside >= rank:

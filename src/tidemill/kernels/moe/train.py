@@ -1,6 +1,6 @@
 """The routed experts for training: grouped products over rows sorted by expert, gradients written out.
 
-Kept for the backward pass are the inputs, the routing weights and the two pre-activations of every pair; sorted
+Kept for the backward pass are the inputs, the routing weights, the order and the two pre-activations of every pair; sorted
 inputs and the activation are made again. Neither these nor any buffer depends on how evenly rows are routed.
 """
 
@@ -106,7 +106,8 @@ def experts_train(
     Equals the engine's form to rounding. With `mxfp8_inputs` z and the activation's output are rounded through MXFP8
     before their products, the adapter's included, gradients straight through; l and I are then multiples of 32
     (InputError, also for NaN and infinity). R may be 0, experts may be without rows, `lora` factors may have any rank.
-    Keeps z, weights and 2·R·k·I numbers for the backward pass, however rows are routed. Mutates nothing.
+    Keeps z (as rounded), weights, 2·R·k·I numbers and 2·R·k indices for the backward pass, however rows are routed.
+    Mutates nothing.
     """
     groups = plan_groups(ids, w1.shape[0])
     factors = () if lora is None else (lora.a13, lora.b1, lora.b3, lora.a2, lora.b2)
