@@ -1,7 +1,7 @@
 """The routed experts for training: grouped products over rows sorted by expert, gradients written out.
 
-Kept for the backward pass are the inputs, the routing weights, the order and the two pre-activations of every pair; sorted
-inputs and the activation are made again. Neither these nor any buffer depends on how evenly rows are routed.
+Kept for the backward pass are the inputs, the routing weights, the order and the two pre-activations of every pair;
+sorted inputs and the activation are made again. Neither these nor any buffer depends on how evenly rows are routed.
 """
 
 from __future__ import annotations
