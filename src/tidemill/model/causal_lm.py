@@ -14,6 +14,7 @@ from tidemill.core.errors import InputError
 from tidemill.model.config import ModelConfig
 from tidemill.model.initialisation import reset_parameters
 from tidemill.model.layers import DecoderLayer, Linear, RMSNorm, RoutedExperts, Weight, mixture, pick
+from tidemill.model.past import LayerPast, Past, Step
 from tidemill.model.quant import Quantization
 from tidemill.parallel import ParallelContext, single
 
@@ -47,15 +48,16 @@ class TextModel(nn.Module):
         self.norm = RMSNorm(d, text.rms_norm_eps, dtype)
 
     def forward(self, input_ids: Tensor, cu_seqlens: Tensor | None, select: Tensor | None,
-                observer: ScoreObserver | None) -> Tensor:
-        """Normed hidden states [B, T, d], or [S, d] at the flat positions `select`."""
+                observer: ScoreObserver | None, past: Past | None = None, step: Step | None = None) -> Tensor:
+        """Normed hidden states [B, T, d], or [S, d] at the flat positions `select`. A past comes with a step of it."""
         p = F.embedding(input_ids, self.embed_tokens.weight)
         bank: Sequence[Tensor] = []
         for layer in self.layers:
             last = layer.index == len(self.layers) - 1
             # After the last token mixer nothing looks at other tokens: the rest runs at the wanted ones only.
             at = select if last and observer is None else None
-            bank, p, scores = self._layer(layer, bank, p, cu_seqlens, at)
+            kept = None if past is None or step is None else (past.layers[cast("DecoderLayer", layer).index], step)
+            bank, p, scores = self._layer(layer, bank, p, cu_seqlens, at, kept)
             if at is not None:
                 select = None
             if observer is not None and scores is not None:
@@ -67,9 +69,9 @@ class TextModel(nn.Module):
         return self.norm(p)
 
     def _layer(self, layer: nn.Module, bank: Sequence[Tensor], p: Tensor, cu_seqlens: Tensor | None,
-               select: Tensor | None) -> tuple[Sequence[Tensor], Tensor, Tensor | None]:
+               select: Tensor | None, past: LayerPast | None) -> tuple[Sequence[Tensor], Tensor, Tensor | None]:
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return layer(bank, p, cu_seqlens, select)
+            return layer(bank, p, cu_seqlens, select, past)
         return cast("tuple[Sequence[Tensor], Tensor, Tensor | None]", checkpoint(
             layer, bank, p, cu_seqlens, select, use_reentrant=False, preserve_rng_state=False))  # nothing is random
 
@@ -111,6 +113,29 @@ class CausalLM(nn.Module):
         router scores of all tokens. InputError if ids are not [B, T] int64 within the vocabulary, or cu_seqlens
         does not fit them.
         """
+        self._check_ids(input_ids)
+        return self.lm_head(self.model(input_ids, cu_seqlens, select, observer))
+
+    @torch.no_grad()
+    def go_on(self, input_ids: Tensor, counts: Tensor, past: Past, *, select: Tensor | None = None) -> Tensor:
+        """Logits of new tokens after those in `past`, which takes them in; no gradient.
+
+        input_ids[R] int64: the counts[b] new tokens of every sequence b of the past, one sequence after the other;
+        counts[B] int64 >= 0. Returns [R, V], or [S, V] at places select[S] of these R. Equal to `forward` over whole
+        sequences up to rounding. InputError as `forward` and `Past.step`.
+        """
+        if self.parallel.tensor.size > 1:
+            raise InputError("a past holds all heads, but they are split over processes", field="past")
+        self._check_ids(input_ids.unsqueeze(0))
+        step = past.step(counts)
+        if input_ids.shape[0] != int(step.cu_seqlens[-1]):
+            raise InputError(f"input_ids holds {input_ids.shape[0]} tokens, counts {int(step.cu_seqlens[-1])}",
+                             field="input_ids")
+        hidden = self.model(input_ids.unsqueeze(0), step.cu_seqlens, select, None, past, step)
+        past.advance(step)
+        return self.lm_head(hidden).flatten(0, -2)
+
+    def _check_ids(self, input_ids: Tensor) -> None:
         if input_ids.dim() != 2 or input_ids.dtype is not torch.int64:
             raise InputError(f"input_ids is {input_ids.dtype} of shape {tuple(input_ids.shape)}: expected int64 [B, T]",
                              field="input_ids")
@@ -118,4 +143,3 @@ class CausalLM(nn.Module):
         if input_ids.numel() and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < vocab:
             raise InputError(f"input_ids holds an id outside 0..{vocab - 1}", field="input_ids",
                              remedy="Check that the tokenizer belongs to this model.")
-        return self.lm_head(self.model(input_ids, cu_seqlens, select, observer))

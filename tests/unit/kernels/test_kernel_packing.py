@@ -127,9 +127,3 @@ def test_bounds_that_do_not_fit(cu_seqlens: list[float], batch: int, message: st
     with pytest.raises(InputError, match=message) as e:
         document_bounds(batch, 9, torch.tensor(cu_seqlens))
     assert e.value.field == "cu_seqlens"
-
-
-def test_a_packed_convolution_has_no_carried_inputs() -> None:
-    with pytest.raises(InputError, match="no state"):
-        conv.short_conv_train(torch.zeros(1, 4, 2), torch.zeros(2, 4), torch.zeros(1, 3, 2),
-                              cu_seqlens=torch.tensor([0, 4]))

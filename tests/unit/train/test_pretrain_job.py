@@ -354,7 +354,8 @@ def held(section: SourceSection, share: float) -> Any:
     return source if any(True for _ in source.held_out()) else None
 
 
-def test_experts_are_rounded_from_the_step_the_recipe_names(begun: RunDir, tmp_path: Path,
+@pytest.mark.parametrize("scheme", ["weights", "weights+activations"])
+def test_experts_are_rounded_from_the_step_the_recipe_names(begun: RunDir, tmp_path: Path, scheme: str,
                                                             monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     before = RoutedExperts.forward
@@ -364,12 +365,12 @@ def test_experts_are_rounded_from_the_step_the_recipe_names(begun: RunDir, tmp_p
         return before(self, *args)
 
     monkeypatch.setattr(RoutedExperts, "forward", forward)
-    run = copied(begun, tmp_path)
+    run = copied(begun, tmp_path, quantization=scheme)
     carried_on(run, stop_after=2)
     assert set(seen) == {"none"}
     seen.clear()
     carried_on(run)
-    assert set(seen) == {"weights"}
+    assert set(seen) == {scheme}
 
 
 def test_a_loss_that_is_not_finite_ends_the_training_and_spoils_no_checkpoint(
@@ -421,6 +422,7 @@ def test_fine_tuning_goes_on_from_a_model_and_learns_conversations(whole: RunDir
     ("optimizer.lr=0", "lr"),
     ("held_out.share=1", "held_out.share"),
     ("mxfp4_from=2", "mxfp4_from"),
+    ("quantization=none", "quantization"),
     ("data=[]", "at least one source"),
     ("wisdom=1", "wisdom: unknown key"),
     ("vocabulary.size=100", "vocabulary.size"),

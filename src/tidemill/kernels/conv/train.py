@@ -85,18 +85,21 @@ def short_conv_train(x: Tensor, w: Tensor, state: Tensor | None = None, *,
     state.
 
     w[C, 4] or [C, 1, 4]; state[B, 3, C] holds the three inputs before x (None: zeros). fp32 inside (fp64 for fp64).
-    With cu_seqlens int64 [n + 1] the one row holds n documents, each of which begins with zeros before it. InputError
-    if cu_seqlens does not fit or comes with a state.
+    With cu_seqlens int64 [n + 1] the one row holds n documents, each after its own state[n, 3, C]. InputError if
+    cu_seqlens or the state does not fit.
     """
     xf, taps = wide(x), w.reshape(-1, WIDTH).to(torch.promote_types(x.dtype, torch.float32))
+    bounds = document_bounds(x.shape[0], x.shape[1], cu_seqlens)
+    if state is not None and state.shape != (len(bounds) - 1, WIDTH - 1, x.shape[2]):
+        raise InputError(f"convolution state of shape {tuple(state.shape)}: expected "
+                         f"{(len(bounds) - 1, WIDTH - 1, x.shape[2])}", field="state")
     if cu_seqlens is not None:
+        places = _places(bounds)
+        padded = _Spread.apply(xf, places, x.shape[1] + (WIDTH - 1) * (len(bounds) - 1))
         if state is not None:
-            raise InputError("packed documents begin with zeros: give no state", field="state")
-        lengths = document_bounds(x.shape[0], x.shape[1], cu_seqlens).diff()
-        gaps = (WIDTH - 1) * torch.arange(len(lengths)).repeat_interleave(lengths)
-        ends = torch.arange(x.shape[1]) + gaps
-        padded = _Spread.apply(xf, ends + (WIDTH - 1), x.shape[1] + (WIDTH - 1) * len(lengths))
-        return _Take.apply(_ShortConv.apply(padded, taps), ends).to(x.dtype)
+            padded = padded + _Spread.apply(state.to(xf.dtype).flatten(0, 1).unsqueeze(0), _states_at(bounds),
+                                            padded.shape[1])
+        return _Take.apply(_ShortConv.apply(padded, taps), places - (WIDTH - 1)).to(x.dtype)
     if state is None:
         padded = F.pad(xf, (0, 0, WIDTH - 1, 0))
     else:
@@ -104,14 +107,31 @@ def short_conv_train(x: Tensor, w: Tensor, state: Tensor | None = None, *,
     return _ShortConv.apply(padded, taps).to(x.dtype)
 
 
-def halo(x: Tensor, before: Tensor | None = None) -> Tensor:
+def halo(x: Tensor, before: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> Tensor:
     """The last three inputs [B, 3, C] up to the end of the segment x[B, T, C]: the `state` of the segment after it.
 
-    before[B, 3, C] are the inputs before x (None: zeros); they matter when x has fewer than three tokens.
+    before[B, 3, C] are the inputs before x (None: zeros); they matter when x has fewer than three tokens. With
+    cu_seqlens int64 [n + 1] the row holds segments of n documents: before and the result are [n, 3, C].
     """
-    kept = WIDTH - 1
-    if x.shape[1] >= kept:
-        return x[:, -kept:]
+    bounds = document_bounds(x.shape[0], x.shape[1], cu_seqlens)
+    flat, batch = x.flatten(0, 1), len(bounds) - 1
     if before is None:
-        return F.pad(x, (0, 0, kept - x.shape[1], 0))
-    return torch.cat([before, x], dim=1)[:, -kept:]
+        before = x.new_zeros((batch, WIDTH - 1, x.shape[2]))
+    known = torch.cat([before.to(x.dtype).flatten(0, 1), flat])
+    # Counted back from the last token; what lies before the first one is taken from `before`.
+    back = torch.arange(WIDTH - 1) - (WIDTH - 1)
+    place = bounds.diff().unsqueeze(1) + back
+    own = (WIDTH - 1) * torch.arange(batch).unsqueeze(1) + (WIDTH - 1) + place
+    return known[torch.where(place < 0, own, place + bounds[:-1].unsqueeze(1) + before[..., 0].numel())]
+
+
+def _places(bounds: Tensor) -> Tensor:
+    """Where tokens stand once every document has room for three inputs before it."""
+    lengths = bounds.diff()
+    return torch.arange(int(bounds[-1])) + (WIDTH - 1) * (1 + torch.arange(len(lengths)).repeat_interleave(lengths))
+
+
+def _states_at(bounds: Tensor) -> Tensor:
+    """Where these inputs stand, [3 n]."""
+    begins = bounds[:-1] + (WIDTH - 1) * torch.arange(len(bounds) - 1)
+    return (begins.unsqueeze(1) + torch.arange(WIDTH - 1)).flatten()

@@ -1,4 +1,4 @@
-"""The layers of the text model in their training form: whole right-padded sequences, gradients, no caches."""
+"""The layers of the text model in their training form: whole sequences with gradients, or new tokens after a past."""
 
 from tidemill.model.layers.decoder import DecoderLayer, mixture, pick
 from tidemill.model.layers.kda import KimiDeltaAttention

@@ -15,6 +15,7 @@ from tidemill.model.layers.linear import RMSNorm, Weight
 from tidemill.model.layers.mla import LatentAttention
 from tidemill.model.layers.mlp import GatedMLP
 from tidemill.model.layers.moe import LatentMoE
+from tidemill.model.past import LayerPast
 from tidemill.parallel import ParallelContext
 
 
@@ -51,11 +52,12 @@ class DecoderLayer(nn.Module):
             self.mlp = GatedMLP(config, config.intermediate_size, parallel, what="intermediate_size")
 
     def forward(self, bank: Sequence[Tensor], p: Tensor, cu_seqlens: Tensor | None = None,
-                select: Tensor | None = None) -> tuple[Sequence[Tensor], Tensor, Tensor | None]:
+                select: Tensor | None = None, past: LayerPast | None = None,
+                ) -> tuple[Sequence[Tensor], Tensor, Tensor | None]:
         """(bank, p, router scores [R, E] if there are experts) after this layer, from those before it: finished blocks
         and running sum, each [B, T, d]. `select` int64 [S] leaves only these flat positions to the channel mixer and to
-        what is returned, [S, d]."""
-        y = self.attend(bank, p, cu_seqlens)
+        what is returned, [S, d]. A `past` is brought up to date."""
+        y = self.attend(bank, p, cu_seqlens, past)
         if self.starts_block:
             bank, p = [*bank, p], y
         else:
@@ -65,12 +67,13 @@ class DecoderLayer(nn.Module):
         out, scores = self.feed_forward(bank, p)
         return bank, p + out, scores
 
-    def attend(self, bank: Sequence[Tensor], p: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    def attend(self, bank: Sequence[Tensor], p: Tensor, cu_seqlens: Tensor | None = None,
+               past: LayerPast | None = None) -> Tensor:
         """Output of the token mixer for finished blocks `bank` and running sum `p`, each [B, T, d]."""
         a = p
         if bank:
             a = mixture([*bank, p], self.self_attention_res_norm, self.self_attention_res_proj, self.eps)
-        return self.self_attn(self.input_layernorm(a), cu_seqlens)
+        return self.self_attn(self.input_layernorm(a), cu_seqlens, past)
 
     def feed_forward(self, bank: Sequence[Tensor], p: Tensor) -> tuple[Tensor, Tensor | None]:
         """(output of the channel mixer, router scores [R, E] if there are experts) for sources [..., d]."""

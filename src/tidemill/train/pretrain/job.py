@@ -225,7 +225,7 @@ class _Rank:
         recipe, started = self._recipe, time.monotonic()
         quantised = step > recipe.mxfp4_from * recipe.schedule.steps
         quantised = quantised and self._model.config.text_config.quantize_experts
-        self._model.set_quantization("weights" if quantised else "none")
+        self._model.set_quantization(recipe.quantization if quantised else "none")
         samples = self._mixture.batch(recipe.batch_tokens)
         self._optimizers.zero_grad()
         loss, stopping = accumulate(self._model, self._balance, samples, self._group, cut=self._cut, stop=stop)

@@ -90,6 +90,9 @@ class Recipe:
     held_out: HeldOutSection = field(default_factory=HeldOutSection)
     mxfp4_from: float = 0.0
     """Share of the steps after which experts compute on the MXFP4 grid they will be stored on. 0: always; 1: never."""
+    quantization: Literal["weights", "weights+activations"] = "weights"
+    """What is rounded then: the experts' weights alone, as the engine computes, or K3's scheme, which rounds their
+    inputs through MXFP8 too."""
     checkpoint_s: float = 120.0
     """Seconds between checkpoints."""
 
