@@ -46,7 +46,7 @@ if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$want" ]; then
   say "installing torch (pinned in constraints.txt)"
   "${pip[@]}" "${torch_index[@]}" "$(grep -E '^torch==' constraints.txt)"
   say "installing tidemill and its pinned dependencies"
-  PIP_CONSTRAINT="$PWD/constraints.txt" "${pip[@]}" -e '.[serve,sandbox,train,dev]'
+  PIP_CONSTRAINT="$PWD/constraints.txt" "${pip[@]}" -e '.[serve,sandbox,train,hf,dev]'
   echo "$want" >"$stamp"
 fi
 

@@ -154,11 +154,11 @@ class Checkpoint:
         _read_values(self._places[name], out, 0, rounding=False)
         return out
 
-    def fill(self, model: CausalLM) -> None:
-        """Copy every weight into a model of this configuration, one tensor at a time."""
+    def fill(self, model: CausalLM, *, rounding: bool = False) -> None:
+        """Copy every weight into a model of this configuration, one tensor at a time. `rounding` as in `read`."""
         state = model.state_dict()
         for name in self.specs:
-            self.read_into(name, state[name].detach())
+            self.read_into(name, state[name].detach(), rounding=rounding)
 
     def model(self) -> CausalLM:
         """A model with these weights, packed experts decoded. Beside the model itself it needs the memory of one

@@ -20,6 +20,7 @@ from tidemill.core.digests import digest_json
 from tidemill.core.errors import ConfigError
 from tidemill.core.files import write_json
 from tidemill.kernels.situ import GluAct
+from tidemill.model.hub import model_auto_map, write_model_modules
 
 if TYPE_CHECKING:
     from tidemill.model.chat.control import ControlIds
@@ -439,8 +440,9 @@ class ModelConfig:
         return cls.from_json(cast("dict[str, Any]", data), source=str(path))
 
     def write(self, folder: Path) -> None:
-        """Write folder/config.json atomically."""
-        write_json(folder / "config.json", self.to_json())
+        """Write folder/config.json atomically, with what Hugging Face's Auto classes look for (tidemill.model.hub)."""
+        write_model_modules(folder, self.text_config.family)
+        write_json(folder / "config.json", self.to_json() | {"auto_map": model_auto_map(self.text_config.family)})
 
     @property
     def digest(self) -> str:

@@ -27,6 +27,7 @@ from tidemill.kernels import mxfp4
 from tidemill.model.base import BaseManifest, write_manifest
 from tidemill.model.checkpoint import Checkpoint
 from tidemill.model.config import DTYPES, ModelConfig
+from tidemill.model.hub import adopt_tokenizer
 from tidemill.model.inventory import inventory
 from tidemill.model.names import TEXT_PREFIX, ExpertForm, FileTensor, Layout, in_storage_order
 from tidemill.model.shards import MAX_SHARD_BYTES, Shard, plan_shards, write_index
@@ -94,6 +95,7 @@ def convert(source: Path, target: Path, wanted: Wanted, progress: Progress | Non
             meter.skip(shard)
         entries += done
     copy_companions(source, target)
+    adopt_tokenizer(target)
     config.write(target)
     write_index(target, shards)
     return write_manifest(target, config, (dataclasses.replace(e, name=e.name.removeprefix(TEXT_PREFIX))

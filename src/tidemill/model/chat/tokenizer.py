@@ -19,6 +19,8 @@ from tidemill.core.digests import digest_json
 from tidemill.core.errors import ConfigError, InputError
 from tidemill.core.files import write_atomic, write_json
 from tidemill.model.chat.control import BOS, END_OF_MSG, K3_IDS, NOT_SPECIAL, PAD, UNK, ControlIds, reserved_name
+from tidemill.model.chat.template import chat_template
+from tidemill.model.hub import tokenizer_auto_map, write_tokenizer_module
 
 GRAMMAR_WORDS = (
     "message", "think", "response", "tools", "call", "argument", "json", '="',
@@ -99,13 +101,23 @@ class Tokenizer:
         return cls(backend)
 
     def save(self, folder: Path) -> None:
-        """Write `tokenizer.json` and `tokenizer_config.json` (each whole or not at all)."""
+        """Write `tokenizer.json`, `tokenizer_config.json` and the chat template (each whole or not at all), and what
+        Hugging Face's AutoTokenizer looks for (tidemill.model.hub)."""
         folder.mkdir(parents=True, exist_ok=True)
         write_atomic(folder / "tokenizer.json", self._backend.to_str(pretty=True).encode())
         write_json(folder / "tokenizer_config.json", {
             "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": END_OF_MSG, "pad_token": PAD,
             "unk_token": UNK, "add_bos_token": False, "clean_up_tokenization_spaces": False,
+            "padding_side": "left",
+            "auto_map": tokenizer_auto_map(),
         })
+        write_tokenizer_module(folder)
+        write_atomic(folder / "chat_template.jinja", chat_template().encode())
+
+    @property
+    def backend(self) -> BackendTokenizer:
+        """The library's object. Changing it changes nothing here."""
+        return BackendTokenizer.from_str(self._backend.to_str())
 
     @property
     def digest(self) -> str:

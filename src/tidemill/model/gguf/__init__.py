@@ -1,6 +1,6 @@
 """A model folder as one GGUF file for llama.cpp and other readers, and such a file as a model folder."""
 
-from tidemill.model.gguf.chat_template import chat_template
+from tidemill.model.chat.template import chat_template
 from tidemill.model.gguf.exporting import DenseKind, ExpertKind, export_gguf
 from tidemill.model.gguf.importing import import_gguf
 

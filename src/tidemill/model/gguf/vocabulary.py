@@ -17,8 +17,8 @@ from tidemill.core.errors import ConfigError, ManifestError
 from tidemill.model.chat import Tokenizer, load_tokenizer
 from tidemill.model.chat.bpe import Pair, bpe_backend, merge_pieces
 from tidemill.model.chat.control import BOS, END_OF_MSG, EOS, NOT_SPECIAL, PAD, UNK
+from tidemill.model.chat.template import chat_template
 from tidemill.model.config import TextConfig
-from tidemill.model.gguf.chat_template import chat_template
 from tidemill.model.gguf.container import GgufFile, Value
 
 FILE = "tokenizer.json"
