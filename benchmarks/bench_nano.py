@@ -46,6 +46,7 @@ EPISODES = int(os.environ.get("NANO_BENCH_EPISODES", "1024"))
 ORDERS = (5, 6, 7)
 """Of the n-gram model; the best on the held-out text counts."""
 SEED = 20_261
+_LABELS = {"toolbox": "toolbox: right call and right answer", "echo": "echo: a phrase said again, letter by letter"}
 
 
 def text_bits(folder: Path, recipe: Recipe) -> dict[str, Any]:
@@ -136,7 +137,7 @@ def skills(folder: Path, recipe: Recipe) -> list[dict[str, Any]]:
             rows.append({"id": "well_formed_calls", "skill": "toolbox: well-formed tool calls",
                          "n": len(formed["sampled"]), **{k: share(v) for k, v in formed.items()}})
         marks = {k: [bool(e.verdict and e.verdict.correct) for e in v] for k, v in found.items()}
-        label = "toolbox: right call and right answer" if task.name == "toolbox" else f"reasoning-gym {section.name}"
+        label = _LABELS.get(task.name) or f"reasoning-gym {section.name}"
         rows.append({"id": section.name, "skill": label, "n": n, **{k: share(v) for k, v in marks.items()}})
     return rows
 

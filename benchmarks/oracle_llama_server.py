@@ -1,7 +1,7 @@
 """llama.cpp with our tokenizer and chat template: the same ids for text and for conversations, and its server answers.
 
-Without an argument the vocabulary is learnt here from the project's own texts and the model has random weights; with a
-folder as argument, its model and tokenizer are served.
+Two models: one with a vocabulary learnt here from the project's own texts and random weights, and the nano that comes
+with the package, whose answers are also compared with ours, id by id.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import random
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,14 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 from harness import ROOT
 from oracles import LLAMA, LLAMA_BINDINGS, Suite, peer
 
-from tidemill.model.base import write_base
+from tidemill.agent.scaffold import Scaffold
+from tidemill.agent.task import Split, load_task
+from tidemill.agent.tool import load_tool
+from tidemill.model.base import BaseStore, write_base
 from tidemill.model.causal_lm import CausalLM
 from tidemill.model.chat import ChatCodec, ChatOptions, Tokenizer, parse_messages, train_tokenizer
 from tidemill.model.gguf import export_gguf
+from tidemill.model.past import Past
 from tidemill.model.presets import toy
+from tidemill.model.shipped import shipped_model
 
 START_S, ANSWER_S = 60.0, 120.0
 VOCABULARY = 2048
@@ -57,20 +62,26 @@ TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds t
     "type": "object", "properties": {"b": {"type": "number"}, "a": {"type": "number"}}, "required": ["a", "b"]}}}]
 
 
-def main(given: Path | None = None) -> bool:
+QUESTIONS, ANSWER_TOKENS = 24, 64
+
+
+def main() -> bool:
     suite = Suite("llama_server", {"llama-cpp-python": LLAMA_BINDINGS.name.rpartition("-")[2]})
     texts = [path.read_text() for folder, pattern in (("docs", "*.md"), ("src", "**/*.py"))
              for path in sorted((ROOT / folder).glob(pattern))]
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
-        folder, path = given or _random_model(work / "model", texts), work / "model.gguf"
-        export_gguf(folder, path)
-        tokenizer = Tokenizer.load(folder)
-        # Random weights write control tokens at random, and the server answers a malformed message with an error.
-        barred = [] if given else [[i, False] for i in tokenizer.control_names]
-        _texts(suite, work, path, tokenizer, texts)
-        with _server(path, work) as client:
-            _conversations(suite, client, tokenizer, barred)
+        path = work / "model.gguf"
+        for name, folder in (("random", _random_model(work / "model", texts)), ("nano", shipped_model("nano"))):
+            export_gguf(folder, path, experts="f32")
+            tokenizer = Tokenizer.load(folder)
+            # Random weights write control tokens at random, and the server answers a malformed message with an error.
+            barred = [[i, False] for i in tokenizer.control_names] if name == "random" else []
+            _texts(suite, name, work, path, tokenizer, texts)
+            with _server(path, work) as client:
+                _conversations(suite, name, client, tokenizer, barred)
+                if name == "nano":
+                    _answers(suite, client, folder)
     return suite.write()
 
 
@@ -81,7 +92,7 @@ def _random_model(folder: Path, texts: list[str]) -> Path:
     return folder
 
 
-def _texts(suite: Suite, work: Path, path: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
+def _texts(suite: Suite, model: str, work: Path, path: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
     lines = [line for text in texts for line in text.splitlines(keepends=True)]
     rng = random.Random(1)
     alphabet = "aZ é0 9\n\t'’\"=<|>._-漢и🙂 \u00a0"
@@ -94,7 +105,7 @@ def _texts(suite: Suite, work: Path, path: Path, tokenizer: Tokenizer, texts: li
         peer("llamacpp", "tokens", path, work / "texts.json", work / "ids.json")
         found = json.loads((work / "ids.json").read_text())
         differ = [text for text, ids in zip(group, found, strict=True) if tuple(ids) != tokenizer.encode_text(text)]
-        suite.add(f"{name}, {len(group)}", "texts with other ids", len(differ), 0, note=_shown(differ))
+        suite.add(f"{model}: {name}, {len(group)}", "texts with other ids", len(differ), 0, note=_shown(differ))
 
 
 def _shown(differ: list[str]) -> str:
@@ -136,7 +147,7 @@ def _wait(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> 
     raise RuntimeError(f"llama-server did not start: {log.read_text(errors='replace')[-2000:]}")
 
 
-def _conversations(suite: Suite, client: httpx.Client, tokenizer: Tokenizer, barred: list[list[Any]]) -> None:
+def _conversations(suite: Suite, model: str, client: httpx.Client, tokenizer: Tokenizer, barred: list[list[Any]]) -> None:
     codec = ChatCodec(tokenizer)
     for name, messages in CONVERSATIONS.items():
         for thinking in (True, False):
@@ -149,16 +160,48 @@ def _conversations(suite: Suite, client: httpx.Client, tokenizer: Tokenizer, bar
             ids = client.post("/tokenize", json=tokenized).raise_for_status().json()["tokens"]
             want = codec.prompt_ids(parse_messages(messages), ChatOptions(thinking=thinking, tools=tuple(tools)))
             mode = "thinking" if thinking else "no thinking"
-            suite.add(f"prompt of a conversation: {name}, {mode}", "ids that differ from our codec's",
+            suite.add(f"{model}: prompt of a conversation: {name}, {mode}", "ids that differ from our codec's",
                       sum(a != b for a, b in zip(ids, want, strict=False)) + abs(len(ids) - len(want)), 0,
                       note=f"{len(want)} ids")
             answer = client.post("/v1/chat/completions", json=body | {
                 "max_tokens": 16, "seed": 1, "logit_bias": barred}).raise_for_status()
             usage = answer.json()["usage"]
-            suite.add(f"/v1/chat/completions: {name}, {mode}", "prompt tokens counted less ours",
+            suite.add(f"{model}: /v1/chat/completions: {name}, {mode}", "prompt tokens counted less ours",
                       abs(usage["prompt_tokens"] - len(want)), 0,
                       note=f"{usage['completion_tokens']} tokens generated")
 
 
+def _answers(suite: Suite, client: httpx.Client, folder: Path) -> None:
+    """Whole turns to test requests of the toolbox, greedy, by the server and by our model."""
+    codec, model, task = ChatCodec(Tokenizer.load(folder)), BaseStore.open(folder).model(), load_task("toolbox")
+    scaffold = Scaffold(codec, [load_tool(name) for name in task.tools], declare=task.declare_tools)
+    begin = codec.encode(codec.generation_prefix(thinking=True))
+    differ, calls = 0, 0
+    for index in range(QUESTIONS):
+        prompt = [*scaffold.prompt(task.make(Split.TEST, index, 1)), *begin]
+        reply = client.post("/completion", json={"prompt": prompt, "temperature": 0, "n_predict": ANSWER_TOKENS,
+                                                 "return_tokens": True}).raise_for_status().json()
+        ours = _greedy(model, prompt, codec.stop_ids)
+        theirs = [i for i in reply["tokens"] if i not in codec.stop_ids]
+        differ += ours != theirs
+        parser = codec.parser()
+        parser.push(theirs)
+        parser.finish()
+        calls += bool(parser.message.tool_calls)
+    suite.add(f"nano: greedy answers to {QUESTIONS} requests of the toolbox", "answers with other ids than ours",
+              differ, 0, note=f"{calls} of them call a tool")
+
+
+def _greedy(model: CausalLM, prompt: list[int], stop: tuple[int, ...]) -> list[int]:
+    past, new, ids = Past(model.config.text_config, 1), prompt, []
+    while len(ids) < ANSWER_TOKENS:
+        logits = model.go_on(torch.tensor(new), torch.tensor([len(new)]), past)
+        new = [int(logits[-1].argmax())]
+        if new[0] in stop:
+            break
+        ids += new
+    return ids
+
+
 if __name__ == "__main__":
-    raise SystemExit(not main(Path(sys.argv[1]) if len(sys.argv) > 1 else None))
+    raise SystemExit(not main())

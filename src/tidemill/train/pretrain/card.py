@@ -37,8 +37,8 @@ def write_card(folder: Path) -> Path:
     lines = [
         _FRONT, f"# {training['recipe']}", "",
         "A very small model of the K3 architecture, for tests, examples and reinforcement learning on two cores. **It "
-        "is no general assistant**: it calls three small tools, answers a few kinds of easy puzzles, and knows nothing "
-        "else.",
+        "is no general assistant**: it calls three small tools (`calculator`, `text` and `files`, whose files are made "
+        "up), answers a few kinds of easy puzzles, and knows nothing else.",
         "", *_shape(config, training, size), "", "## Training", "", *_training(data, training), "",
         "## Measured", "", *_measured(measured), "", "## Try it", "", "```",
         f"tidemill chat {training['recipe']}", f"tidemill serve {training['recipe']}", "```", "",
