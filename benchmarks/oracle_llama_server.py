@@ -147,7 +147,8 @@ def _wait(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> 
     raise RuntimeError(f"llama-server did not start: {log.read_text(errors='replace')[-2000:]}")
 
 
-def _conversations(suite: Suite, model: str, client: httpx.Client, tokenizer: Tokenizer, barred: list[list[Any]]) -> None:
+def _conversations(suite: Suite, model: str, client: httpx.Client, tokenizer: Tokenizer,
+                   barred: list[list[Any]]) -> None:
     codec = ChatCodec(tokenizer)
     for name, messages in CONVERSATIONS.items():
         for thinking in (True, False):
