@@ -18,4 +18,5 @@ cd "$work"
 "$work/venv/bin/tidemill" --version
 "$work/venv/bin/tidemill" doctor
 "$work/venv/bin/tidemill" chat --random-init toy --once "hello" --max-tokens 8
-echo "wheel: installs, doctor green, chat answers"
+"$work/venv/bin/tidemill" chat nano --once "Hello!" --max-tokens 8
+echo "wheel: installs, doctor green, chat answers, nano is in it"

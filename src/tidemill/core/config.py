@@ -55,15 +55,22 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 
 def set_dotted(data: dict[str, Any], assignment: str) -> None:
-    """Apply one `a.b.c=value` override in place; the value is parsed as YAML."""
+    """Apply one `a.b.c=value` override in place; the value is parsed as YAML. Entries of a list are reached by their
+    `name`: `data.python.weight=3`."""
     key, eq, value = assignment.partition("=")
     if not eq or not key:
         raise ConfigError(f"override {assignment!r} is not of the form key.path=value", field=assignment)
-    node = data
+    node: dict[str, Any] = data
     *parents, leaf = key.split(".")
-    for part in parents:
+    for i, part in enumerate(parents):
         child = node.setdefault(part, {})
-        if not isinstance(child, dict):
+        if isinstance(child, list):
+            child = {row["name"]: row for row in cast("list[Any]", child) if isinstance(row, dict) and "name" in row}
+            if i + 1 == len(parents) or parents[i + 1] not in child:
+                raise ConfigError(f"override {assignment!r}: {part} is a list; name an entry and its field",
+                                  field=assignment,
+                                  remedy=f"Entries: {', '.join(map(str, child)) or 'none with names'}.")
+        elif not isinstance(child, dict):
             raise ConfigError(f"override {assignment!r}: {part} is not a mapping", field=assignment)
         node = cast("dict[str, Any]", child)
     try:

@@ -72,6 +72,18 @@ def test_overrides() -> None:
             set_dotted(data, bad)
 
 
+def test_overrides_reach_entries_of_lists_by_name() -> None:
+    rows = [{"name": "x", "of": {"w": 1}}, {"name": "y"}, 3]
+    data: dict[str, object] = {"rows": rows}
+    set_dotted(data, "rows.x.of.w=2")
+    set_dotted(data, 'rows.y.v=""')
+    assert data == {"rows": [{"name": "x", "of": {"w": 2}}, {"name": "y", "v": ""}, 3]}
+    for bad in ("rows.x=1", "rows.z.v=1", "rows.0.v=1"):
+        with pytest.raises(ConfigError, match=r"rows is a list; name an entry and its field") as e:
+            set_dotted(data, bad)
+        assert e.value.remedy == "Entries: x, y."
+
+
 def test_environment() -> None:
     env = read_environment({"HOME": "/h"})
     assert env.state_dir == Path("/h/.local/state/tidemill")

@@ -101,8 +101,8 @@ class FileSource(Source):
         if section.digest and section.digest != self.digest:
             raise ConfigError(f"data.{section.name}: the documents have digest {self.digest}, the recipe says "
                               f"{section.digest}", field=f"data.{section.name}.digest",
-                              remedy=f"Install the version the recipe names ({section.package}), or --set another "
-                                     "digest (empty: any data).")
+                              remedy=f"Install the version the recipe was made with ({section.package}), or take "
+                                     f"what is here with --set 'data.{section.name}.digest=\"\"'.")
         parts: dict[bool, list[Span]] = {True: [], False: []}
         for span in spans:
             parts[_share(span.document) < held_out].append(span)
