@@ -24,7 +24,7 @@ from oracles import LLAMA, LLAMA_BINDINGS, Suite, peer
 
 from tidemill.agent.scaffold import Scaffold
 from tidemill.agent.task import Split, load_task
-from tidemill.agent.tool import load_tool
+from tidemill.agent.tool import declaration, load_tool
 from tidemill.model.base import BaseStore, write_base
 from tidemill.model.causal_lm import CausalLM
 from tidemill.model.chat import ChatCodec, ChatOptions, Tokenizer, parse_messages, train_tokenizer
@@ -76,10 +76,12 @@ def main() -> bool:
             export_gguf(folder, path, experts="f32")
             tokenizer = Tokenizer.load(folder)
             # Random weights write control tokens at random, and the server answers a malformed message with an error.
+            # nano calls tools whenever it can, and the server takes calls for malformed unless tools are declared.
             barred = [[i, False] for i in tokenizer.control_names] if name == "random" else []
+            tools = [declaration(load_tool(tool)) for tool in load_task("toolbox").tools] if name == "nano" else []
             _texts(suite, name, work, path, tokenizer, texts)
             with _server(path, work) as client:
-                _conversations(suite, name, client, tokenizer, barred)
+                _conversations(suite, name, client, tokenizer, barred, tools)
                 if name == "nano":
                     _answers(suite, client, folder)
     return suite.write()
@@ -148,11 +150,11 @@ def _wait(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> 
 
 
 def _conversations(suite: Suite, model: str, client: httpx.Client, tokenizer: Tokenizer,
-                   barred: list[list[Any]]) -> None:
+                   barred: list[list[Any]], always: list[dict[str, Any]]) -> None:
     codec = ChatCodec(tokenizer)
     for name, messages in CONVERSATIONS.items():
         for thinking in (True, False):
-            tools = TOOLS if name == "tool call" else []
+            tools = always or (TOOLS if name == "tool call" else [])
             body: dict[str, Any] = {"messages": messages, "chat_template_kwargs": {"enable_thinking": thinking}}
             if tools:
                 body["tools"] = tools
@@ -165,7 +167,7 @@ def _conversations(suite: Suite, model: str, client: httpx.Client, tokenizer: To
                       sum(a != b for a, b in zip(ids, want, strict=False)) + abs(len(ids) - len(want)), 0,
                       note=f"{len(want)} ids")
             answer = client.post("/v1/chat/completions", json=body | {
-                "max_tokens": 16, "seed": 1, "logit_bias": barred}).raise_for_status()
+                "max_tokens": 64 if always else 16, "seed": 1, "logit_bias": barred}).raise_for_status()
             usage = answer.json()["usage"]
             suite.add(f"{model}: /v1/chat/completions: {name}, {mode}", "prompt tokens counted less ours",
                       abs(usage["prompt_tokens"] - len(want)), 0,
@@ -177,7 +179,8 @@ def _answers(suite: Suite, client: httpx.Client, folder: Path) -> None:
     codec, model, task = ChatCodec(Tokenizer.load(folder)), BaseStore.open(folder).model(), load_task("toolbox")
     scaffold = Scaffold(codec, [load_tool(name) for name in task.tools], declare=task.declare_tools)
     begin = codec.encode(codec.generation_prefix(thinking=True))
-    differ, calls = 0, 0
+    declared = [declaration(load_tool(name)) for name in task.tools]
+    differ, calls, answered = 0, 0, 0
     for index in range(QUESTIONS):
         prompt = [*scaffold.prompt(task.make(Split.TEST, index, 1)), *begin]
         reply = client.post("/completion", json={"prompt": prompt, "temperature": 0, "n_predict": ANSWER_TOKENS,
@@ -189,8 +192,16 @@ def _answers(suite: Suite, client: httpx.Client, folder: Path) -> None:
         parser.push(theirs)
         parser.finish()
         calls += bool(parser.message.tool_calls)
+        wanted = task.make(Split.TEST, index, 1)
+        body = {"messages": list(wanted.messages), "tools": declared, "temperature": 0, "max_tokens": 256}
+        message = client.post("/v1/chat/completions", json=body).raise_for_status().json()["choices"][0]["message"]
+        found = [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in message.get("tool_calls", [])]
+        request = wanted.metadata["request"]
+        answered += found == ([(request.tool, dict(request.arguments))] if request.tool else [])
+    note = (f"{calls} of them call a tool; asked through /v1/chat/completions with the tools declared, {answered} get "
+            "the right call, or none, in OpenAI's form")
     suite.add(f"nano: greedy answers to {QUESTIONS} requests of the toolbox", "answers with other ids than ours",
-              differ, 0, note=f"{calls} of them call a tool")
+              differ, 0, note=note)
 
 
 def _greedy(model: CausalLM, prompt: list[int], stop: tuple[int, ...]) -> list[int]:
