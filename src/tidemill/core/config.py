@@ -63,13 +63,14 @@ def set_dotted(data: dict[str, Any], assignment: str) -> None:
     node: dict[str, Any] = data
     *parents, leaf = key.split(".")
     for i, part in enumerate(parents):
-        child = node.setdefault(part, {})
+        child: Any = node.setdefault(part, {})
         if isinstance(child, list):
-            child = {row["name"]: row for row in cast("list[Any]", child) if isinstance(row, dict) and "name" in row}
+            rows = [cast("dict[str, Any]", row) for row in cast("list[Any]", child) if isinstance(row, dict)]
+            child = {str(row["name"]): row for row in rows if "name" in row}
             if i + 1 == len(parents) or parents[i + 1] not in child:
                 raise ConfigError(f"override {assignment!r}: {part} is a list; name an entry and its field",
                                   field=assignment,
-                                  remedy=f"Entries: {', '.join(map(str, child)) or 'none with names'}.")
+                                  remedy=f"Entries: {', '.join(child) or 'none with names'}.")
         elif not isinstance(child, dict):
             raise ConfigError(f"override {assignment!r}: {part} is not a mapping", field=assignment)
         node = cast("dict[str, Any]", child)

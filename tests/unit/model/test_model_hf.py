@@ -93,6 +93,7 @@ def test_auto_classes_find_the_package(folder: Path, model: Any, tokenizer: Any,
     assert isinstance(model, K3ForCausalLM if config.model_type == "kimi_k3" else KimiLinearForCausalLM)
     assert isinstance(tokenizer, TidemillTokenizer)
     assert not model.training
+    assert isinstance(model.model.layers[0].self_attn.o_proj, torch.nn.Linear)  # what PEFT looks for
     (ids,) = ids_of(40)
     with torch.no_grad():
         assert torch.equal(model(ids.unsqueeze(0)).logits, reference(ids.unsqueeze(0)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from tidemill.core.errors import InputError
 from tidemill.kernels.conv import halo, short_conv_train
 from tidemill.model.causal_lm import CausalLM
+from tidemill.model.layers import Linear
 from tidemill.model.past import Past
 from tidemill.model.presets import tiny, tiny_linear
 
@@ -99,6 +102,20 @@ def test_what_does_not_fit_is_refused_and_leaves_the_past_as_it_was(model: Causa
     want = alone(model, torch.cat([texts[0], torch.tensor([5])]))[-1]
     got = model.go_on(torch.tensor([5]), torch.tensor([1, 0]), past)[0]
     assert (got - want).norm() <= 2e-5 * want.norm()
+
+
+def test_adapters_count_wherever_they_stand(model: CausalLM, texts: list[Tensor]) -> None:
+    adapted = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(3)
+    for module in adapted.modules():
+        if isinstance(module, Linear) and module is not adapted.lm_head:
+            out, inputs = module.weight.shape
+            a, b = torch.randn(2, inputs, generator=generator), torch.randn(out, 2, generator=generator)
+            module.attach_lora(torch.nn.Parameter(a), torch.nn.Parameter(0.05 * b), 0.5)
+    for got, text in zip(walk(adapted, texts, [(100, 2, 64), (49, 4, 1), (1, 1, 1)]), texts, strict=True):
+        want = alone(adapted, text)
+        assert (want - alone(model, text)).norm() > 1e-2 * want.norm()
+        assert (got - want).norm() <= 5e-5 * want.norm()
 
 
 def test_packed_convolutions_go_on_from_their_inputs() -> None:

@@ -9,15 +9,16 @@ from torch import Tensor, nn
 from tidemill.kernels.norm import rms_norm_train
 
 
-class Linear(nn.Module):
-    """y = x Wᵀ, plus scale · (x Aᵀ) Bᵀ once an adapter is attached. weight[out, in]."""
+class Linear(nn.Linear):
+    """y = x Wᵀ, plus scale · (x Aᵀ) Bᵀ once an adapter is attached. weight[out, in], at first undefined.
+
+    A torch.nn.Linear, so that programs which look for one (PEFT) find it."""
 
     lora_a: nn.Parameter | None
     lora_b: nn.Parameter | None
 
     def __init__(self, inputs: int, outputs: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype))
+        super().__init__(inputs, outputs, bias=False, dtype=dtype)
         self.register_parameter("lora_a", None)
         self.register_parameter("lora_b", None)
         self.lora_scale = 0.0
@@ -26,7 +27,11 @@ class Linear(nn.Module):
         """a[r, in] (may be shared with another map), b[out, r]; replaces an earlier adapter."""
         self.lora_a, self.lora_b, self.lora_scale = a, b, scale
 
-    def forward(self, x: Tensor) -> Tensor:
+    def reset_parameters(self) -> None:
+        """Nothing: tidemill.model.initialisation draws all weights."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
         y = F.linear(x, self.weight)
         if self.lora_a is None or self.lora_b is None:
             return y

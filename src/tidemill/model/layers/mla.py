@@ -66,7 +66,11 @@ class LatentAttention(nn.Module):
     def _absorbed(self, q: Tensor, past: MlaPast, step: Step) -> Tensor:
         """o[R, H, V] fp32 of the step's queries q[R, H, nope + pe] over all kept latents up to their own."""
         c = self.config
-        w = self.kv_b_proj.weight.view(self.num_heads, -1, c.kv_lora_rank)
+        w = self.kv_b_proj.weight
+        if type(self.kv_b_proj) is not Linear or self.kv_b_proj.lora_a is not None:
+            # An adapter stands beside the weight: together they are what the map makes of the identity.
+            w = self.kv_b_proj(torch.eye(c.kv_lora_rank, dtype=w.dtype)).t().contiguous()
+        w = w.view(self.num_heads, -1, c.kv_lora_rank)
         uk, uv = w.split([c.qk_nope_head_dim, c.v_head_dim], dim=1)
         q_lat = head_matmul(q[..., : c.qk_nope_head_dim].contiguous(), uk.contiguous())
         q_pe, pages, table, lengths = q[..., c.qk_nope_head_dim :], past.flat, past.table(step), step.positions + 1
