@@ -201,8 +201,10 @@ def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
 
 
 def _experts_on_rounded_inputs(z: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w3: Tensor, w2: Tensor,
-                               act: GluAct, lora: None = None) -> Tensor:
+                               act: GluAct, lora: None = None, *, mxfp8_inputs: bool = False) -> Tensor:
     """Routed experts one by one, with everything they multiply rounded to 8 bits first."""
+    assert lora is None
+    assert not mxfp8_inputs
     out = torch.zeros_like(z)
     for expert in range(len(w1)):
         rows, choice = (ids == expert).nonzero(as_tuple=True)
