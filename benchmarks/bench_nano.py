@@ -149,8 +149,6 @@ def main() -> None:
     folder, recipe = shipped_model("nano"), load_recipe("nano")
     bits, rows = text_bits(folder, recipe), skills(folder, recipe)
     measured = {"when": datetime.now(UTC).date().isoformat(), "commit": commit(), "bits_per_byte": bits, "skills": rows}
-    write_json(folder / MEASURED, measured)
-    write_card(folder)
     metrics = [
         Metric(id="bits_per_byte_vs_ngram", unit="ratio", value=Value(**bits["ratio"]), ours=bits["model"],
                peer=bits["ngram"], shape=f"n-gram bits / model bits, {bits['bytes']} held-out bytes"),
@@ -158,4 +156,6 @@ def main() -> None:
                  shape=f"{row['skill']}, temperature 1, whole turns written by the model") for row in rows),
     ]
     write_result("nano", metrics, peers={"ngram": f"order {bits['order']}, interpolated Kneser-Ney"}, started=started)
+    write_json(folder / MEASURED, measured)
+    write_card(folder)
     print(f"card {folder / 'README.md'}")
