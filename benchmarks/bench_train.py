@@ -18,7 +18,7 @@ from typing import IO
 
 import torch
 import torch.nn.functional as F
-from harness import MIN_PAIRS, Metric, bootstrap, interleaved, write_result
+from harness import Metric, bootstrap, interleaved, write_result
 from oracles import PYTHON
 
 from tidemill.model.causal_lm import CausalLM, Recompute
@@ -27,6 +27,8 @@ from tidemill.model.presets import mini
 
 BATCH, LENGTH = 4, 512
 LONG = 8192
+MEMORY_PAIRS = 3
+"""Peaks repeat to a few percent, and each takes most of a minute."""
 HERE = Path(__file__).resolve().parent
 
 
@@ -153,7 +155,7 @@ def main() -> None:
         value=ratio, ours=ours | {"tokens_per_s": tokens / ours["median"]},
         peer=theirs | {"tokens_per_s": tokens / theirs["median"]})
     plain, lean = [], []
-    for _ in range(MIN_PAIRS):
+    for _ in range(MEMORY_PAIRS):
         plain.append(peak_bytes("none"))
         lean.append(peak_bytes("layer"))
     memory = Metric(
