@@ -75,7 +75,7 @@ class _ForCausalLM(PreTrainedModel, GenerationMixin):
         folder = _folder(pretrained_model_name_or_path, hub)
         checkpoint = Checkpoint.open(folder)
         if config is None:
-            config = cls._wrap(ModelConfig.read(folder))
+            config = cls._wrap(checkpoint.config)
             for name, value in changes.items():
                 setattr(config, name, value)
         asked = _dtype(dtype if dtype is not None else torch_dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -59,8 +60,7 @@ class TidemillTokenizer(PreTrainedTokenizerFast):
                 return_tensors=return_tensors, return_dict=return_dict, **kwargs)
         options = self._options(tools, add_generation_prompt, kwargs)
         batched = bool(conversation) and isinstance(conversation[0], list | tuple)
-        codec = ChatCodec(Tokenizer(self.backend_tokenizer))
-        ids = [codec.prompt_ids(parse_messages(rows), options)
+        ids = [self._codec.prompt_ids(parse_messages(rows), options)
                for rows in (conversation if batched else [conversation])]
         if truncation:
             limit = max_length or self.model_max_length
@@ -69,6 +69,11 @@ class TidemillTokenizer(PreTrainedTokenizerFast):
         if not batched and return_tensors is None:
             whole = BatchEncoding({name: rows[0] for name, rows in whole.items()})
         return whole if return_dict else whole["input_ids"]
+
+    @cached_property
+    def _codec(self) -> ChatCodec:
+        """The grammar over this vocabulary, made once, at the first chat."""
+        return ChatCodec(Tokenizer(self.backend_tokenizer))
 
     @staticmethod
     def _options(tools: Any, add_generation_prompt: bool, kwargs: dict[str, Any]) -> ChatOptions:
